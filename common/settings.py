@@ -69,7 +69,14 @@ def apply_overrides(values: dict[str, Any], overrides: Iterable[str]) -> dict[st
         if not separator or not name:
             raise SettingsError(f"--set {_short(override)}: expected NAME=VALUE")
         value = load_yaml(text, f"--set {_short(override)}")
-        _put(result, name.split("."), value, override)
+        section, (*parents, last) = result, name.split(".")
+        for parent in parents:
+            if not isinstance(section.setdefault(parent, {}), dict):
+                raise SettingsError(
+                    f"--set {_short(override)}: {parent!r} holds a plain value, not a section"
+                )
+            section = section[parent]
+        section[last] = value
     return result
 
 
@@ -121,22 +128,6 @@ def kind_by_field(field: str, *kinds: str, error_type: str) -> Discriminator:
         custom_error_type=error_type,
         custom_error_message=f"expected {field} {' or '.join(kinds)}",
     )
-
-
-def _as_yaml(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return repr(value)
-
-
-def _put(values: dict[str, Any], path: list[str], value: Any, override: str) -> None:
-    for name in path[:-1]:
-        if not isinstance(values.setdefault(name, {}), dict):
-            raise SettingsError(
-                f"--set {_short(override)}: {name!r} holds a plain value, not a section"
-            )
-        values = values[name]
-    values[path[-1]] = value
 
 
 _EXPECTED = {
@@ -199,7 +190,11 @@ def _given(problem: ErrorDetails) -> str:
     given = problem.get("ctx", {}).get("tag", problem["input"])
     # A problem with a whole section would repeat all of it.
     whole = problem["type"] == "missing" or isinstance(given, dict)
-    return "" if whole else f" (got {_short(_as_yaml(given))})"
+    if given is None or isinstance(given, bool):
+        given = {None: "null", True: "true", False: "false"}[given]
+    else:
+        given = repr(given)
+    return "" if whole else f" (got {_short(given)})"
 
 
 def _short(text: str) -> str:

@@ -37,20 +37,17 @@ def run(options: argparse.Namespace) -> int:
     if example == DEMO:
         tables = (options.runs / ".flights").resolve()
         flights.write_tables(tables)
-        options.overrides = [*_sources(tables), *options.overrides]
+        sources = {
+            "active.data": flights.AIRLINE,
+            "passive.data": flights.AIRPORTS,
+            "passive.adversary.labels": flights.AIRLINE,
+        }
+        own = [override(f"{one}.source.path", tables / name) for one, name in sources.items()]
+        options.overrides = [*own, *options.overrides]
     code = local.run_example(EXAMPLES / example, options)
     if not options.json and not code:
         print("next    splitveil init active TABLE.csv, with a table of your own")
     return code
-
-
-def _sources(folder: Path) -> list[str]:
-    paths = {
-        "active.data": flights.AIRLINE,
-        "passive.data": flights.AIRPORTS,
-        "passive.adversary.labels": flights.AIRLINE,
-    }
-    return [override(f"{one}.source.path", folder / name) for one, name in paths.items()]
 
 
 def names_of_examples() -> list[str]:

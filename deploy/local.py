@@ -57,11 +57,6 @@ PYTHON = (sys.executable, "-P")
 _NONCE_SEED = "insecure_nonce_seed"
 
 
-class PlannedRun(NamedTuple):
-    name: str
-    overrides: Overrides
-
-
 class EndedRun(NamedTuple):
     """A run that has ended and left its summaries."""
 
@@ -95,10 +90,14 @@ def run(options: argparse.Namespace) -> int:
 
 def run_example(example_dir: Path, options: argparse.Namespace) -> int:
     kinds, runs_dir = party_kinds(example_dir), options.runs
-    base = Overrides([*_defaults(example_dir, len(kinds)), *options.overrides])
+    settings = read_yaml(example_dir / f"{ACTIVE}.yaml")
+    # Divide the cores, and count no earlier runs: one person has all parties of all runs.
+    threads = max(num_cores() // len(kinds), 1)
+    defaults = [f"{party}.torch_threads={threads}" for party in (ACTIVE, "passive")]
+    defaults += [f"{ACTIVE}.earlier_ledgers=[]"] * ("earlier_ledgers" not in settings)
+    base = Overrides([*defaults, *options.overrides])
     if unknown := base.without_file(kinds):
         raise SettingsError(f"--set: {example_dir} has no file {', '.join(unknown)}.yaml")
-    settings = read_yaml(example_dir / f"{ACTIVE}.yaml")
     name = _run_name(contract_values(example_dir, settings, base.of(ACTIVE)))
     defenses = [parse_defense(text) for text in options.defense]
     if len(defenses) > 1:
@@ -106,16 +105,16 @@ def run_example(example_dir: Path, options: argparse.Namespace) -> int:
     console = Console(stderr=options.json)
     ended: dict[str, EndedRun] = {}
     plan = _plan(name, base, defenses)
-    for number, (title, run) in enumerate(plan.items(), start=1):
-        console.print(cell(f"run {number} of {len(plan)}: {run.name}"), soft_wrap=True)
+    for number, (title, (own_name, overrides)) in enumerate(plan.items(), start=1):
+        console.print(cell(f"run {number} of {len(plan)}: {own_name}"), soft_wrap=True)
         with held_port() as port:
-            commands = _commands(example_dir, run, options, port)
+            commands = _commands(example_dir, own_name, overrides, options, port)
             code = run_parties(commands, stderr=options.json, quiet=not options.verbose)
         if code == SettingsError.exit_code:
             refuse_unknown_settings(options.overrides)
         if code in WITH_SUMMARY:
-            ended[title] = EndedRun(runs_dir / run.name, code)
-            _try_to_write("write_report", runs_dir / run.name)
+            ended[title] = EndedRun(runs_dir / own_name, code)
+            _try_to_write("write_report", runs_dir / own_name)
         if code:
             break
     page = None
@@ -140,28 +139,23 @@ def _run_name(contract: Mapping[str, object]) -> str:
 
 
 def _show(name: str, ended: Mapping[str, EndedRun], page: Path | None) -> None:
-    # It imports torch, which help does not need.
+    # They import torch, which help does not need.
     from splitveil.active_party.report.comparison_table import comparison_table  # noqa: PLC0415
+    from splitveil.passive_party.report_page import read_exposure  # noqa: PLC0415
 
     results = {title: read_summary(one.folder / ACTIVE) for title, one in ended.items()}
-    disclosed = {title: text for title, one in ended.items() if (text := _disclosed(one.folder))}
+    disclosed = {}  # how much each run has given away of its passive party's columns, if known
+    for title, one in ended.items():
+        found = read_exposure(one.folder / "passive")
+        if found is not None and found.strongest is not None:
+            strongest = f"{found.strongest.name} {found.strongest_disclosure:.2f}"
+            disclosed[title] = cell(f"{found.disclosure:.2f}", strongest)
     Console().print(comparison_table(name, results, disclosed))
     console = Console(soft_wrap=True, highlight=False)
     for path in filter(None, [*(one.report for one in ended.values()), page]):
         if path.exists():  # a terminal that can opens it by a click
             shown = Text(visible(str(path)), style=f"link {path.resolve().as_uri()}")
             console.print(Text("report  ").append_text(shown))
-
-
-def _disclosed(folder: Path) -> Text | None:
-    """Return how much a run has given away of its passive party's columns, if known."""
-    from splitveil.passive_party.report_page import read_exposure  # noqa: PLC0415
-
-    found = read_exposure(folder / "passive")
-    if found is None or found.strongest is None:
-        return None
-    strongest = f"{found.strongest.name} {found.strongest_disclosure:.2f}"
-    return cell(f"{found.disclosure:.2f}", strongest)
 
 
 def _try_to_write(function: str, *arguments: object) -> None:
@@ -173,14 +167,16 @@ def _try_to_write(function: str, *arguments: object) -> None:
         sys.stderr.write(f"splitveil local: a report could not be written: {reason}\n")
 
 
-def _plan(name: str, base: Overrides, defenses: Sequence[NamedDefense]) -> dict[str, PlannedRun]:
+def _plan(
+    name: str, base: Overrides, defenses: Sequence[NamedDefense]
+) -> dict[str, tuple[str, Overrides]]:
     if not defenses:
-        return {name: PlannedRun(name, base)}
+        return {name: (name, base)}
     runs = {}
     for defense in defenses:
         own_name = name if len(defenses) == 1 else defense.run_name(name)
         overrides = base.adding(f"contract.run_name={own_name}", *defense.overrides)
-        runs[defense.title] = PlannedRun(own_name, overrides)
+        runs[defense.title] = (own_name, overrides)
     return runs
 
 
@@ -206,11 +202,11 @@ def _sharing_batches(
 
 
 def _commands(
-    example_dir: Path, run: PlannedRun, options: argparse.Namespace, port: int
+    example_dir: Path, name: str, overrides: Overrides, options: argparse.Namespace, port: int
 ) -> dict[str, list[str]]:
     address, runs_dir = f"127.0.0.1:{port}", options.runs
-    fresh = options.fresh or has_finished(runs_dir / run.name / ACTIVE)
-    own = run.overrides.adding(f"active.listen={address}", f"passive.connect={address}")
+    fresh = options.fresh or has_finished(runs_dir / name / ACTIVE)
+    own = overrides.adding(f"active.listen={address}", f"passive.connect={address}")
     kinds = party_kinds(example_dir)
     certificates = trial_overrides(example_dir, runs_dir, {kind: own.of(kind) for kind in kinds})
     return {
@@ -227,14 +223,6 @@ def _commands(
         ]
         for kind in kinds
     }
-
-
-def _defaults(example_dir: Path, num_parties: int) -> list[str]:
-    """Divide the cores, and count no earlier runs: one person has all parties of all runs."""
-    threads = max(num_cores() // num_parties, 1)
-    counts = "earlier_ledgers" in read_yaml(example_dir / f"{ACTIVE}.yaml")
-    shares = [f"{party}.torch_threads={threads}" for party in (ACTIVE, "passive")]
-    return shares if counts else [*shares, f"{ACTIVE}.earlier_ledgers=[]"]
 
 
 @contextmanager

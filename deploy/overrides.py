@@ -97,23 +97,20 @@ def refuse_unknown_settings(overrides: Iterable[str]) -> None:
     for text in overrides:
         owner, _, name = text.partition("=")[0].partition(".")
         first, *inner = name.split(".")
-        section = _settings_of(owner)
-        if section is None or first in section.model_fields:
+        # The classes of the settings import torch, which is slow.
+        if owner == ACTIVE:
+            section = import_module("splitveil.active_party.settings").ActiveSettings
+        elif owner.partition("_")[0] == "passive":
+            section = import_module("splitveil.passive_party.settings").PassiveSettings
+        else:
+            continue
+        if first in section.model_fields:
             continue
         close = None if inner else closest_setting(section, [first])
         hint = "" if close is None else f"; did you mean {f'{owner}.{close}'!r}?"
         problems.append(f"--set {owner}.{name}: unknown setting{hint}")
     if problems:
         raise SettingsError(problems)
-
-
-def _settings_of(owner: str) -> Any:
-    """Return the class of a party's settings; they import torch, which is slow."""
-    if owner == ACTIVE:
-        return import_module("splitveil.active_party.settings").ActiveSettings
-    if owner.partition("_")[0] == "passive":
-        return import_module("splitveil.passive_party.settings").PassiveSettings
-    return None
 
 
 ONE_SHOT = "one_shot"

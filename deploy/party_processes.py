@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import IO
 
 from rich.console import Console
@@ -78,7 +77,13 @@ def run_parties(
     console = Console(stderr=stderr)
     stream = sys.stderr if stderr else sys.stdout
     display = RunDisplay(list(commands), console) if console.is_terminal else None
-    show = partial(_print_line, stream) if display is None else display.show
+
+    def write(name: str, line: str) -> None:
+        # One write per line, so that the lines of the parties are not mixed.
+        stream.write(f"{_prefix(name)}{line}\n")
+        stream.flush()
+
+    show = write if display is None else display.show
     held: list[tuple[str, str, str]] = []
     bar = ProgressBar("running", "epochs", per_epoch=1, console=console)
 
@@ -103,9 +108,14 @@ def run_parties(
 def _run_side_by_side(
     commands: Mapping[str, Sequence[str]], show: Callable[[str, str], None]
 ) -> int:
+    def copy_lines(name: str, lines: IO[str]) -> None:
+        with lines:
+            for line in lines:
+                show(name, line.rstrip())
+
     processes = {name: _start(name, command) for name, command in commands.items()}
     readers = [
-        threading.Thread(target=_copy_lines, args=(name, process.stdout, show), daemon=True)
+        threading.Thread(target=copy_lines, args=(name, process.stdout), daemon=True)
         for name, process in processes.items()
     ]
     for reader in readers:
@@ -136,18 +146,6 @@ def _prefix(name: str) -> str:
     return f"{name:<7} | "
 
 
-def _copy_lines(name: str, lines: IO[str], show: Callable[[str, str], None]) -> None:
-    with lines:
-        for line in lines:
-            show(name, line.rstrip())
-
-
-def _print_line(stream: IO[str], name: str, line: str) -> None:
-    # One write per line, so that the lines of the parties are not mixed.
-    stream.write(f"{_prefix(name)}{line}\n")
-    stream.flush()
-
-
 @contextmanager
 def _first_signal_forwarded(processes: Sequence[subprocess.Popen[str]]) -> Iterator[list[float]]:
     """Forward the first SIGINT or SIGTERM; yields a list that then holds the time it arrived."""
@@ -175,7 +173,13 @@ def _wait(processes: Sequence[subprocess.Popen[str]], signalled_at: Sequence[flo
             deadline = min(deadline, signalled_at[0] + STOP_S)
         if time.monotonic() > deadline:
             was_patient = False
-            _end(running)
+            for process in running:
+                process.terminate()
+            for process in running:
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
         time.sleep(_POLL_S)
     if exit_code == PeerError.exit_code and was_patient:
         # A party that only noticed the failure may end first; another one knows the reason.
@@ -187,13 +191,3 @@ def _first_failure(processes: Sequence[subprocess.Popen[str]]) -> int:
     code = next((process.returncode for process in processes if process.returncode), 0)
     # For a process ended by a signal, Python returns its negative number; shells add 128 to it.
     return code if code >= 0 else 128 - code
-
-
-def _end(processes: Sequence[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        process.terminate()
-    for process in processes:
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()

@@ -20,7 +20,7 @@ from splitveil.common.text.visible_text import visible_lines
 from splitveil.common.text.wording import add_version
 from splitveil.experiments.cells import Cell, Choice, plan, problems
 from splitveil.experiments.collection import circumstances_of, collect, read_rows, write_rows
-from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
+from splitveil.experiments.execution import is_finished, run_cells
 from splitveil.experiments.plots import PlottingUnavailable, draw
 from splitveil.experiments.preparation import prepare
 from splitveil.experiments.settings import Experiment, experiment_names, load_experiment, rows_of
@@ -74,16 +74,30 @@ def _run(options: argparse.Namespace) -> int:
         results, "another process is running this experiment; wait, or use another --output"
     ):
         try:
-            resources = Resources(options.jobs, options.threads, experiment.in_process)
-            endings = run_cells(waiting, results, prepared, resources)
+            endings = run_cells(
+                *(waiting, results, prepared),
+                jobs=options.jobs,
+                threads=options.threads,
+                in_process=experiment.in_process,
+            )
             for number, ending in enumerate(endings, start=1):
-                _say_ending(ending, f"[{number}/{len(waiting)}]")
-                failures += [ending.exit_code] if ending.has_failed else []
+                progress = f"[{number}/{len(waiting)}] {ending.cell.name}"
+                if ending.has_failed:
+                    _say(f"{progress}: FAILED with exit code {ending.exit_code}")
+                    _say(ending.last_lines)
+                    failures.append(ending.exit_code)
+                else:
+                    _say(f"{progress}: done in {ending.wall_s:.0f} s")
         finally:
             finished = [cell for cell in runnable if is_finished(cell, results)]
             if finished:
                 command = shlex.join(["python", "-m", "splitveil.experiments", *_words(options)])
-                _collect(name, options.size, finished, results, command)
+                rows = [row for c in finished for row in collect(name, options.size, c, results)]
+                circumstances = {"command": command}
+                for key in ("machine", "python", "torch", "splitveil"):
+                    found = {str(circumstances_of(cell, results)[key]) for cell in finished}
+                    circumstances[key] = ", ".join(sorted(found))
+                write_rows(results / "results.parquet", rows, circumstances)
                 _show(name, experiment, results)
     return failures[0] if failures else 0
 
@@ -103,15 +117,6 @@ def _why_refused(cell: Cell, prepared: Path) -> list[str]:
         except SplitveilError as error:
             why = [str(error)]
     return why
-
-
-def _collect(name: str, size: str, cells: Sequence[Cell], results: Path, command: str) -> None:
-    rows = [row for cell in cells for row in collect(name, size, cell, results)]
-    circumstances = {"command": command}
-    for key in ("machine", "python", "torch", "splitveil"):
-        found = {str(circumstances_of(cell, results)[key]) for cell in cells}
-        circumstances[key] = ", ".join(sorted(found))
-    write_rows(results / "results.parquet", rows, circumstances)
 
 
 def _show(name: str, experiment: Experiment, results: Path) -> None:
@@ -153,14 +158,6 @@ def _say_refused(refused: Iterable[tuple[Cell, list[str]]]) -> None:
         rows.setdefault((cell.dataset, "; ".join(why)), {})[cell.variant] = None
     for (dataset, why_not), variants in rows.items():
         _say(f"cannot run {dataset}, {', '.join(variants)}: {why_not}")
-
-
-def _say_ending(ending: Ending, progress: str) -> None:
-    if ending.has_failed:
-        _say(f"{progress} {ending.cell.name}: FAILED with exit code {ending.exit_code}")
-        _say(ending.last_lines)
-    else:
-        _say(f"{progress} {ending.cell.name}: done in {ending.wall_s:.0f} s")
 
 
 def _say(text: str) -> None:

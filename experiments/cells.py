@@ -19,7 +19,6 @@ from splitveil.common.settings import apply_overrides, read_yaml, validate
 from splitveil.common.text.wording import slug, suggest
 from splitveil.experiments.settings import (
     GUARANTEE,
-    Dataset,
     Experiment,
     Overlay,
     Settings,
@@ -102,7 +101,10 @@ def plan(experiment: Experiment, base_dir: Path, choice: Choice) -> list[Cell]:
     The cells with whose weights a chosen cell starts are chosen as well, and precede it. Paths in
     the experiment's file refer to ``base_dir``.
     """
-    size = _size(experiment, choice.size)
+    if choice.size != "full" and choice.size not in experiment.sizes:
+        sizes = ", ".join(experiment.sizes)
+        raise SettingsError(f"--size {choice.size}: expected one of full, {sizes}")
+    size = experiment.sizes.get(choice.size, Size())
     seeds = choice.seeds or size.seeds or experiment.seeds
     found: list[Cell] = []
     followed = {dataset.after for dataset in experiment.datasets.values()}
@@ -173,14 +175,6 @@ def folder_name(name: str) -> str:
     return slug(name, keep="_.=+-")
 
 
-def _size(experiment: Experiment, name: str) -> Size:
-    if name == "full" and name not in experiment.sizes:
-        return Size()
-    if name not in experiment.sizes:
-        raise SettingsError(f"--size {name}: expected one of full, {', '.join(experiment.sizes)}")
-    return experiment.sizes[name]
-
-
 def _rows(
     experiment: Experiment, base_dir: Path, choice: Choice, size: Size, dataset_name: str, seed: int
 ) -> Iterator[Cell]:
@@ -194,7 +188,10 @@ def _rows(
                 variant,
                 dataset.variants.get(series, Overlay()),
             ]
-            settings = _example(dataset, base_dir)
+            settings = Overlay().parts()
+            if dataset.example is not None:
+                for part in ("contract", "active", "passive"):
+                    settings[part] = read_yaml(base_dir / dataset.example / f"{part}.yaml")
             for layer in layers:
                 settings = overlaid(settings, layer.parts())
             guarantee = swept.pop(GUARANTEE, None)
@@ -210,14 +207,6 @@ def _rows(
                 _completed(settings, choice, seed, follows=dataset.after is not None),
                 dataset.prepare,
             )
-
-
-def _example(dataset: Dataset, base_dir: Path) -> Settings:
-    if dataset.example is None:
-        return Overlay().parts()
-    folder = base_dir / dataset.example
-    files = {part: read_yaml(folder / f"{part}.yaml") for part in ("contract", "active", "passive")}
-    return Overlay().parts() | files
 
 
 def _at_guarantee(settings: Settings, leak_auc: float) -> Settings:

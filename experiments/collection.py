@@ -14,6 +14,7 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,14 +80,25 @@ class _Found(NamedTuple):
 
 def collect(experiment: str, size: str, cell: Cell, results: Path) -> list[FigureRow]:
     folder = results / cell.folder
-    swept = cell.variant.removeprefix(cell.series).split()
-    setting = _number(swept[0]) if len(swept) == 1 else None
+    setting = None
+    with suppress(ValueError):  # not one setting is swept, or it is no number
+        (swept,) = cell.variant.removeprefix(cell.series).split()
+        setting = float(swept)
     whose = (experiment, size, cell.dataset, cell.variant, cell.series, setting, cell.seed)
+    found = [_Found("active", "wall_s", read_marker(folder / FINISHED)["wall_s"])]
+    parties = {"active": cell.settings["active"], **passive_parties(cell.settings)}
+    for party, settings in parties.items():
+        beside_logit = settings.get("bottom_model", {}).get("module") == BESIDE_LOGIT
+        run = folder / "runs" / RUN_NAME / party
+        metrics = read_metrics(run)
+        found += _of_summary(party, read_summary(run))
+        found += _of_epochs(party, metrics)
+        found += _of_steps(party, metrics.of(LeakLine))
+        for epoch, path in enumerate(sorted(run.glob("received-*.npz"))):
+            found += _of_received(party, epoch, path, beside_logit=beside_logit)
     return [
         FigureRow(*whose, f.party, f.layer, f.attack, f.statistic, f.epoch, f.step, float(f.value))
-        for f in _found(
-            folder, {"active": cell.settings["active"], **passive_parties(cell.settings)}
-        )
+        for f in found
         if f.value is not None
     ]
 
@@ -116,19 +128,6 @@ def read_rows(path: Path) -> tuple[list[FigureRow], dict[str, str]]:
 
 def circumstances_of(cell: Cell, results: Path) -> dict[str, Any]:
     return read_marker(results / cell.folder / FINISHED)
-
-
-def _found(folder: Path, parties: Mapping[str, Mapping[str, Any]]) -> Iterator[_Found]:
-    yield _Found("active", "wall_s", read_marker(folder / FINISHED)["wall_s"])
-    for party, settings in parties.items():
-        beside_logit = settings.get("bottom_model", {}).get("module") == BESIDE_LOGIT
-        run = folder / "runs" / RUN_NAME / party
-        metrics = read_metrics(run)
-        yield from _of_summary(party, read_summary(run))
-        yield from _of_epochs(party, metrics)
-        yield from _of_steps(party, metrics.of(LeakLine))
-        for epoch, path in enumerate(sorted(run.glob("received-*.npz"))):
-            yield from _of_received(party, epoch, path, beside_logit=beside_logit)
 
 
 def _of_summary(party: str, summary: Summary) -> Iterator[_Found]:
@@ -195,8 +194,12 @@ def _of_steps(party: str, measured: Sequence[LeakLine]) -> Iterator[_Found]:
             if value is not None:
                 courses[layer, attack].append((step, value))
     for (layer, attack), course in courses.items():
-        for step, value in _stretches(sorted(course)):
-            yield _Found(party, "step_leak", value, layer, attack, step=step)
+        course.sort()
+        length = max(math.ceil(len(course) / STRETCHES), 1)
+        for begin in range(0, len(course), length):
+            part = course[begin : begin + length]
+            mean = math.fsum(value for _, value in part) / len(part)
+            yield _Found(party, "step_leak", mean, layer, attack, step=part[len(part) // 2][0])
 
 
 def _of_received(party: str, epoch: int, path: Path, *, beside_logit: bool) -> Iterator[_Found]:
@@ -216,17 +219,3 @@ def _of_received(party: str, epoch: int, path: Path, *, beside_logit: bool) -> I
             yield _Found(
                 party, f"epoch_{name}_q{quantile:02}", value, "cut", f"label {label:g}", epoch
             )
-
-
-def _stretches(course: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-    length = max(math.ceil(len(course) / STRETCHES), 1)
-    for begin in range(0, len(course), length):
-        part = course[begin : begin + length]
-        yield part[len(part) // 2][0], math.fsum(value for _, value in part) / len(part)
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None

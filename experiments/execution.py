@@ -76,32 +76,30 @@ def is_finished(cell: Cell, results: Path) -> bool:
     return _digest_in(results / cell.folder / FINISHED) == cell.digest
 
 
-class Resources(NamedTuple):
-    jobs: int = 1
-    """Cells that run side by side."""
-
-    threads: int = 1
-    """Cores of each party."""
-
-    in_process: bool = False
-
-
 def run_cells(
-    cells: Sequence[Cell], results: Path, prepared: Path, resources: Resources
+    cells: Sequence[Cell],
+    results: Path,
+    prepared: Path,
+    *,
+    jobs: int = 1,
+    threads: int = 1,
+    in_process: bool = False,
 ) -> Iterator[Ending]:
-    """Run cells in the experiment's folder and yield the outcome of each when it ends.
+    """Run cells, ``jobs`` at a time, and yield the outcome of each when it ends.
+
+    Each party has ``threads`` cores; ``in_process``, both parties are one process.
 
     Call it only in the main thread: SIGINT and SIGTERM end the cells and raise Interrupted.
     """
     launched = _Launched()
-    with stop_signals_to(launched.stop), ThreadPoolExecutor(resources.jobs) as pool:
+    with stop_signals_to(launched.stop), ThreadPoolExecutor(jobs) as pool:
         begun: dict[Path, Future[Ending | None]] = {}
 
         def run(cell: Cell) -> Ending | None:
             if cell.after is not None and cell.after.folder in begun:
                 # It was submitted to the pool before this cell, so it is running or over.
                 wait([begun[cell.after.folder]])
-            return _run(cell, results, prepared, resources, launched)
+            return _run(cell, results, prepared, threads, launched, in_process=in_process)
 
         try:
             for cell in cells:
@@ -170,7 +168,13 @@ class _Launched:
 
 
 def _run(
-    cell: Cell, results: Path, prepared: Path, resources: Resources, launched: _Launched
+    cell: Cell,
+    results: Path,
+    prepared: Path,
+    threads: int,
+    launched: _Launched,
+    *,
+    in_process: bool,
 ) -> Ending | None:
     if launched.stopped_by is not None:
         return None
@@ -179,11 +183,11 @@ def _run(
             cell, 1, 0.0, f"it starts with the weights of {cell.after.name}, which is not finished"
         )
     folder = results / cell.folder
-    if resources.in_process:  # an interrupted run's figures would be counted among this one's
+    if in_process:  # an interrupted run's figures would be counted among this one's
         shutil.rmtree(folder, ignore_errors=True)
     _make_ready(cell, results, prepared)
     begun = time.monotonic()
-    process = launched.start(partial(_start, folder, resources))
+    process = launched.start(partial(_start, folder, str(threads), in_process=in_process))
     if process is None:
         return None
     exit_code = process.wait()
@@ -196,8 +200,8 @@ def _run(
         return Ending(cell, exit_code, wall_s, "\n".join(log.splitlines()[-_LAST_LINES:]))
     circumstances = {
         "wall_s": wall_s,
-        "threads": resources.threads,
-        "in_process": resources.in_process,
+        "threads": threads,
+        "in_process": in_process,
         "machine": machine(),
         "python": platform.python_version(),
         "torch": version("torch"),
@@ -210,10 +214,10 @@ def _run(
     return Ending(cell, exit_code, wall_s, "")
 
 
-def _start(folder: Path, resources: Resources) -> Process:
-    threads, settings, runs = str(resources.threads), str(folder / "settings"), folder / "runs"
+def _start(folder: Path, threads: str, *, in_process: bool) -> Process:
+    settings, runs = str(folder / "settings"), folder / "runs"
     python = [sys.executable, "-P"]
-    if resources.in_process:
+    if in_process:
         command = [*python, "-c", _IN_PROCESS, settings, str(runs / RUN_NAME), threads]
     else:
         command = [*python, "-m", "splitveil", "local", "-v", settings, "--runs", str(runs)]

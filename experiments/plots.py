@@ -266,7 +266,15 @@ def _draw_points(
         )
         for at_x, at_y, name in zip(x, y, names, strict=True):
             axes.annotate(name, (at_x, at_y), xytext=(4, 4), textcoords="offset points", fontsize=7)
-    _draw_floor(axes, utility, floor_name)
+    if utility is None:
+        return
+    left, right = axes.get_xlim()
+    # A note on its direction instead of a line that would squeeze the rest of the panel.
+    if left - (right - left) <= utility <= right:
+        axes.axvline(utility, color="grey", linestyle="--", linewidth=1, label=floor_name)
+    else:
+        note = f"← {floor_name}: {utility:.2f}"
+        axes.annotate(note, (0.02, 0.03), xycoords="axes fraction", fontsize=7)
 
 
 def _draw_sweep(curves: dict[str, list[Point]], axes: "Axes") -> None:
@@ -278,19 +286,6 @@ def _draw_sweep(curves: dict[str, list[Point]], axes: "Axes") -> None:
             axes.axhline(y[0], color="grey", linestyle="--", linewidth=1)
             place = (0.98, y[0])
             axes.annotate(series, place, xycoords=("axes fraction", "data"), ha="right", fontsize=6)
-
-
-def _draw_floor(axes: "Axes", utility: float | None, name: str) -> None:
-    """Draw a line, or a note on its direction if the line would squeeze the rest of the panel."""
-    if utility is None:
-        return
-    left, right = axes.get_xlim()
-    if left - (right - left) <= utility <= right:
-        axes.axvline(utility, color="grey", linestyle="--", linewidth=1, label=name)
-    else:
-        axes.annotate(
-            f"← {name}: {utility:.2f}", (0.02, 0.03), xycoords="axes fraction", fontsize=7
-        )
 
 
 def _draw_lines(lines: dict[str, list[Point]], axes: "Axes") -> None:

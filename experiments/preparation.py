@@ -6,6 +6,7 @@ import io
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,31 +47,22 @@ def _imdb(path: Path, folder: Path) -> None:
         write_columns(folder / "imdb.parquet", x=words, y=archive["y"])
 
 
-def _melanoma(path: Path, folder: Path) -> None:
+def _images(name: str, path: Path, folder: Path, *, is_grey: bool = False) -> None:
+    """Write a folder of images, which lose nothing, and a table of their names beside it."""
+    (folder / name).mkdir(exist_ok=True)
     with np.load(path, allow_pickle=False) as archive:
-        _write_images(folder / "melanoma", images_of(archive), archive["y"])
-
-
-def _melanoma_grey64(path: Path, folder: Path) -> None:
-    size = (GREY_SIDE, GREY_SIDE)
-    with np.load(path, allow_pickle=False) as archive:
-        grey = (image.convert("L").resize(size) for image in images_of(archive))
-        _write_images(folder / "melanoma_grey64", grey, archive["y"])
+        for row, image in enumerate(images_of(archive)):
+            written = image.convert("L").resize((GREY_SIDE, GREY_SIDE)) if is_grey else image
+            written.save(folder / name / f"{row}.png")
+        rows = [f"{row},{label}" for row, label in enumerate(archive["y"])]
+    text = "\n".join(["image,y", *rows, ""])
+    (folder / f"{name}.csv").write_text(text, encoding="utf-8")
 
 
 def images_of(archive: Mapping[str, NDArray[np.uint8]]) -> Iterator[Image.Image]:
     packed, offsets = archive["jpeg"].tobytes(), archive["offset"]
     for begin, end in itertools.pairwise(offsets):
         yield Image.open(io.BytesIO(packed[begin:end]))
-
-
-def _write_images(folder: Path, images: Iterator[Image.Image], y: NDArray[np.uint8]) -> None:
-    """Write a folder of images, which lose nothing, and a table of their names beside it."""
-    folder.mkdir(exist_ok=True)
-    for row, image in enumerate(images):
-        image.save(folder / f"{row}.png")
-    rows = [f"{row},{label}" for row, label in enumerate(y)]
-    folder.with_suffix(".csv").write_text("\n".join(["image,y", *rows, ""]), encoding="utf-8")
 
 
 def write_columns(path: Path, **arrays: NDArray[Any]) -> None:
@@ -103,7 +95,10 @@ def _talkingdata_days(path: Path, folder: Path) -> None:
 _PREPARATIONS: Mapping[str, tuple[str | None, Callable[[Path, Path], None]]] = {
     "flights": (None, lambda _path, folder: write_tables(folder)),  # from an installed package
     "imdb": ("imdb/imdb_top500.npz", _imdb),
-    "melanoma": ("melanoma/melanoma84_jpeg.npz", _melanoma),
-    "melanoma_grey64": ("melanoma/melanoma84_jpeg.npz", _melanoma_grey64),
+    "melanoma": ("melanoma/melanoma84_jpeg.npz", partial(_images, "melanoma")),
+    "melanoma_grey64": (
+        "melanoma/melanoma84_jpeg.npz",
+        partial(_images, "melanoma_grey64", is_grey=True),
+    ),
     "talkingdata_days": ("talkingdata/talkingdata.csv.gz", _talkingdata_days),
 }

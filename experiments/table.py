@@ -26,7 +26,13 @@ def markdown(
     lines += _tables(experiment, rows)
     if experiment.published is not None:
         lines += [f"Published: {experiment.published.source}", ""]
-    lines += [_spread_note(rows, experiment.spread), "", *_circumstances(name, rows, circumstances)]
+    lines += [_spread_note(rows, experiment.spread), ""]
+    if left_out := sum(row.value for row in rows if row.statistic == "left_out_batches"):
+        lines.append(f"The audits left {left_out:.0f} batches out.\n")
+    command = circumstances.get("command", f"python -m splitveil.experiments run {name}")
+    facts = [f"`{command}`", f"size {', '.join(sorted({row.size for row in rows}))}"]
+    facts += [f"{key} {value}" for key, value in circumstances.items() if key != "command"]
+    lines.append("; ".join(facts))
     return "\n".join(lines) + "\n"
 
 
@@ -115,18 +121,6 @@ def _spread_note(rows: Sequence[FigureRow], kind: Spread) -> str:
         return "One seed: no spread."
     words = " or ".join(str(count) for count in counts)
     return f"Mean ± standard {kind} over {words} seeds."
-
-
-def _circumstances(
-    name: str, rows: Sequence[FigureRow], circumstances: Mapping[str, str]
-) -> Iterable[str]:
-    if left_out := sum(row.value for row in rows if row.statistic == "left_out_batches"):
-        yield f"The audits left {left_out:.0f} batches out.\n"
-    sizes = sorted({row.size for row in rows})
-    command = circumstances.get("command", f"python -m splitveil.experiments run {name}")
-    yield f"`{command}`; size {', '.join(sizes)}; " + "; ".join(
-        f"{key} {value}" for key, value in circumstances.items() if key != "command"
-    )
 
 
 def _figure(value: float) -> str:

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.ledger.ledger import estimate_of
-from splitveil.active_party.planned import Plan, Target, bound_in_words, forecast_in_words, plan_of
+from splitveil.active_party.planned import Plan, bound_in_words, forecast_in_words, plan_of
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.common.party.arguments import print_json
 from splitveil.common.party.party_data import PartyData
@@ -48,8 +48,19 @@ def show(plan: Plan, console: Console | None = None, *, details: bool = True) ->
         console.print(_forecast_table(plan))
     for line in plan.remarks if details else plan.brief:
         say(line)
-    if plan.target is not None:
-        console.print(_target_table(plan.target))
+    if (target := plan.target) is not None:
+        of_several = target.holds_for_any_means
+        title = f"marvell's power ratio for a leak AUC of {target.leak_auc:g} over the whole run"
+        caption = "fresh: an estimate, for classes without any spread; others are charged more"
+        table = PlainTable(
+            f"{title}, whatever the class means" if of_several else title,
+            caption="" if of_several else caption,
+        )
+        for heading in ("noise", "answers", "by the estimate", "by the bound"):
+            table.add_column(heading, justify="right" if heading != "noise" else "left")
+        for noise, answers, *ratios in target.ratios:
+            table.add_row(noise, str(answers), *map(at_most, ratios))
+        console.print(table)
 
 
 _PEERS = {
@@ -94,19 +105,4 @@ def _forecast_table(plan: Plan) -> PlainTable:
             *(bound_in_words(one, peers) for peers in Adversary),
         )
         named = name
-    return table
-
-
-def _target_table(target: Target) -> PlainTable:
-    of_several = target.holds_for_any_means
-    title = f"marvell's power ratio for a leak AUC of {target.leak_auc:g} over the whole run"
-    caption = "fresh: an estimate, for classes without any spread; others are charged more"
-    table = PlainTable(
-        f"{title}, whatever the class means" if of_several else title,
-        caption="" if of_several else caption,
-    )
-    for heading in ("noise", "answers", "by the estimate", "by the bound"):
-        table.add_column(heading, justify="right" if heading != "noise" else "left")
-    for noise, answers, *ratios in target.ratios:
-        table.add_row(noise, str(answers), *map(at_most, ratios))
     return table

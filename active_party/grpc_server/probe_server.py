@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -29,14 +29,6 @@ _ONE_WAY_S = 1.0
 """Time allowed for a message, whose delay cannot be measured one way."""
 
 
-class Introduced(NamedTuple):
-    peer: probes.Introduction
-    ahead_s: float
-    """Seconds that its clock is ahead, less the travel time of its message."""
-    certificate: bytes
-    """PEM; empty without TLS."""
-
-
 class ProbeServer:
     def __init__(
         self,
@@ -47,9 +39,13 @@ class ProbeServer:
     ) -> None:
         self._contract = contract
         self._own = probes.Introduction(ACTIVE, contract.canonical_json(), time.time(), id_form)
-        self._introduced: dict[str, Introduced] = {}
+        self._introduced: dict[str, tuple[probes.Introduction, float, bytes]] = {}
+        """By party: what it said, the seconds that its clock is ahead, less its message's travel
+        time, and its certificate in PEM form, empty without TLS."""
+
         self._responder = probes.ProbeResponder(contract, id_form, self._note)
-        self._server, health = build_server(contract, SERVICE, address, credentials, _log_refusal)
+        refused = partial(logger.warning, "refused a probe: %s")
+        self._server, health = build_server(contract, SERVICE, address, credentials, refused)
         health.set(SERVICE, health_pb2.HealthCheckResponse.NOT_SERVING)
         self._responder.add_to(self._server)
 
@@ -74,12 +70,12 @@ class ProbeServer:
             self._server.stop(QUIET_S).wait()
 
     def checks(self) -> Iterator[probes.Check]:
-        for name, found in self._introduced.items():
+        for name, (peer, ahead_s, certificate) in self._introduced.items():
             owner = f"party {name}"
-            if found.certificate:
-                yield partial(probes.certificate_in_words, found.certificate, owner)
-            yield partial(probes.clock_in_words, found.ahead_s, _ONE_WAY_S)
-            yield from probes.checks_of(self._contract, self._own, found.peer, owner)
+            if certificate:
+                yield partial(probes.certificate_in_words, certificate, owner)
+            yield partial(probes.clock_in_words, ahead_s, _ONE_WAY_S)
+            yield from probes.checks_of(self._contract, self._own, peer, owner)
 
     def _note(self, peer: probes.Introduction, context: grpc.ServicerContext) -> None:
         if peer.party not in self._contract.passive_parties:
@@ -87,8 +83,7 @@ class ProbeServer:
         # grpcio's stubs declare bytes where lists of bytes arrive.
         shown = cast("Mapping[str, Sequence[bytes]]", context.auth_context())
         certificate = b"".join(shown.get("x509_pem_cert", [])[:1])
-        ahead_s = peer.clock_s - time.time()
-        self._introduced[peer.party] = Introduced(peer, ahead_s, certificate)
+        self._introduced[peer.party] = (peer, peer.clock_s - time.time(), certificate)
 
 
 def probe_checks(settings: ActiveSettings, wait_s: float) -> Iterator[probes.Check]:
@@ -100,7 +95,3 @@ def probe_checks(settings: ActiveSettings, wait_s: float) -> Iterator[probes.Che
     interruption.install()
     server.wait(wait_s, interruption)
     yield from server.checks()
-
-
-def _log_refusal(error: Exception) -> None:
-    logger.warning("refused a probe: %s", error)

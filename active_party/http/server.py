@@ -187,9 +187,7 @@ _NO_DESCRIPTORS_S = 0.1
 
 
 class HttpServer(Closing):
-    def __init__(
-        self, app: Any, address: str, tls: ServerTls | None = None, grace_s: int = 5
-    ) -> None:
+    def __init__(self, app: Any, address: str, tls: ServerTls | None = None) -> None:
         self._socket = _bound(address, tls)
         self.port = int(self._socket.getsockname()[1])
         config = uvicorn.Config(
@@ -201,7 +199,7 @@ class HttpServer(Closing):
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=grace_s,
+            timeout_graceful_shutdown=5,
         )
         self._server = _AcceptingServer(config, self._socket, tls)
         self._filter = SparseLog()

@@ -153,7 +153,10 @@ class LeakWatch:
         # The charges that it judges are about leak AUCs of single answers.
         self._has_alarm = isinstance(self._kind, ClassLabels)
         self._metrics = metrics
-        self._alarm = LeakAlarm(metrics.write, _class_oracles(settings))
+        monitor = settings.leak_monitor
+        needs = {} if monitor is None else monitor.batch_attack_needs
+        oracles = [name for name, needed in needs.items() if SideInformation.CLASSES in needed]
+        self._alarm = LeakAlarm(metrics.write, oracles)
         self.monitor: LeakRecorder | None = None
         """None without a leak monitor in the settings, or before the rows are known."""
         self._handed: tuple[int, int] | None = None
@@ -256,9 +259,3 @@ class LeakWatch:
 
     def _guards(self) -> State:
         return self._alarm.state_dict() | {"handed": self._handed}
-
-
-def _class_oracles(settings: ActiveSettings) -> list[str]:
-    monitor = settings.leak_monitor
-    needs = {} if monitor is None else monitor.batch_attack_needs
-    return [name for name, needed in needs.items() if SideInformation.CLASSES in needed]

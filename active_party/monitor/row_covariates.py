@@ -13,7 +13,6 @@ of the epoch before stay. In the first epoch, the model has not seen a row that 
 the second, once.
 """
 
-import functools
 import math
 from dataclasses import dataclass
 from typing import Self
@@ -204,11 +203,6 @@ def _thinned(values: Tensor, rows: Tensor) -> Tensor:
     num_values = values.shape[1]
     values = values.index_select(0, rows.to(values.device))
     if num_values > MAX_VALUES:
-        values = values.index_select(1, _columns(num_values).to(values.device))
+        columns = torch.from_numpy(np.linspace(0, num_values - 1, MAX_VALUES).astype(np.int64))
+        values = values.index_select(1, columns.to(values.device))
     return values.cpu().float()
-
-
-@functools.cache
-def _columns(num_values: int) -> Tensor:
-    columns: npt.NDArray[np.int64] = np.linspace(0, num_values - 1, MAX_VALUES).astype(np.int64)
-    return torch.from_numpy(columns)

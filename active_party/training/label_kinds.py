@@ -273,18 +273,15 @@ def weighted_cross_entropy(logits: Tensor, labels: Tensor, weights: LossWeights)
     """
     if weights.of_rows is None and weights.of_classes is None:
         return cross_entropy_of(logits, labels)
-    losses = _losses(logits, labels, weights.of_classes)
-    return (losses if weights.of_rows is None else weights.of_rows * losses).mean()
-
-
-def _losses(logits: Tensor, labels: Tensor, of_classes: Tensor | None) -> Tensor:
     if logits.ndim == 1:
-        low, high = (1.0, 1.0) if of_classes is None else of_classes
-        return high * labels * softplus(-logits) + low * (1 - labels) * softplus(logits)
-    shares = one_hot(labels.long(), logits.shape[1]) if labels.ndim == 1 else labels
-    if of_classes is not None:
-        shares = shares * of_classes
-    return -(shares * log_softmax(logits, dim=1)).sum(dim=1)
+        low, high = (1.0, 1.0) if weights.of_classes is None else weights.of_classes
+        losses = high * labels * softplus(-logits) + low * (1 - labels) * softplus(logits)
+    else:
+        shares = one_hot(labels.long(), logits.shape[1]) if labels.ndim == 1 else labels
+        if weights.of_classes is not None:
+            shares = shares * weights.of_classes
+        losses = -(shares * log_softmax(logits, dim=1)).sum(dim=1)
+    return (losses if weights.of_rows is None else weights.of_rows * losses).mean()
 
 
 def cross_entropy_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -365,9 +362,7 @@ def average_precision(scores: Tensor, positive: Tensor) -> float:
     return float((hits * found / counts.cumsum(0)).sum() / found[-1])
 
 
-def adaptive_calibration_error(
-    probabilities: Tensor, labels: Tensor, num_bins: int = NUM_BINS
-) -> float:
+def adaptive_calibration_error(probabilities: Tensor, labels: Tensor) -> float:
     """Return the adaptive calibration error, between 0 and 1.
 
     ACE = mean over bins of |share of positives in the bin - mean prediction in the bin|
@@ -387,5 +382,5 @@ def adaptive_calibration_error(
         )
     ordered, order = probabilities.double().sort(stable=True)
     gaps = labels.to(ordered).index_select(0, order) - ordered
-    bins = gaps.tensor_split(min(num_bins, len(gaps)))
+    bins = gaps.tensor_split(min(NUM_BINS, len(gaps)))
     return float(torch.stack([one.mean().abs() for one in bins]).mean())

@@ -69,12 +69,7 @@ def read_labels(column: WrittenColumn, settings: DataSettings) -> NDArray[np.flo
         return _read_classes(column, settings.class_names, are_numbers=are_numbers)
     if settings.label_range is not None:
         return _read_shares(column, settings.label_range)
-    return _read_positives(column, settings.positive_labels)
-
-
-def _read_positives(column: WrittenColumn, positive: Sequence[str]) -> NDArray[np.float32]:
-    """Return labels as 0 and 1; ``positive`` has the texts that stand for 1, if they are texts."""
-    if positive:
+    if positive := settings.positive_labels:
         texts = label_texts(column)
         labels = pc.is_valid(places_of(texts, positive)).to_numpy().astype(np.float32)
         return np.where(pc.is_null(texts).to_numpy(), np.float32(np.nan), labels)

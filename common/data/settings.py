@@ -62,10 +62,6 @@ class LabelRange(Section):
         return found.astype(shares.dtype)
 
 
-def _as_list(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else value
-
-
 MAX_CLASSES = 100
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
@@ -126,7 +122,10 @@ Weight = Annotated[float, Field(gt=0, le=1e6)]
 
 Columns = Annotated[
     tuple[ColumnName, ...],
-    BeforeValidator(_as_list, json_schema_input_type=ColumnName | tuple[ColumnName, ...]),
+    BeforeValidator(
+        lambda value: (value,) if isinstance(value, str) else value,
+        json_schema_input_type=ColumnName | tuple[ColumnName, ...],
+    ),
 ]
 """Column names, or patterns with shell wildcards such as ``x*``; a single one needs no list."""
 

@@ -54,7 +54,14 @@ _REPEATED = re.compile(
 
 def snapshot_of(settings: SqlSource, base_dir: Path) -> Path:
     """Return the Parquet file with the query's result; run the query if there is none yet."""
-    address = _address(settings, base_dir)
+    address = settings.uri or ""
+    if settings.uri_file is not None:
+        secret = expand_path("uri_file", settings.uri_file, base_dir)
+        address = read_secret(secret, "uri_file")
+        if not address or "\n" in address:
+            raise SettingsError(f"uri_file: {secret}: expected one line, the database's address")
+    if settings.driver in _JOURNALS and address != IN_MEMORY:
+        address = str(expand_path("uri", address, base_dir).absolute())
     key = [settings.driver, address, settings.query, settings.snapshot]
     if settings.driver == "duckdb":
         key.append(str(base_dir.absolute()))  # of the paths in the query
@@ -72,19 +79,6 @@ def snapshot_of(settings: SqlSource, base_dir: Path) -> Path:
         reason = error.strerror or type(error).__name__
         raise StorageError(f"{path}: the query's result cannot be kept: {reason}") from error
     return path
-
-
-def _address(settings: SqlSource, base_dir: Path) -> str:
-    if settings.uri_file is not None:
-        path = expand_path("uri_file", settings.uri_file, base_dir)
-        address = read_secret(path, "uri_file")
-        if not address or "\n" in address:
-            raise SettingsError(f"uri_file: {path}: expected one line, the database's address")
-    else:
-        address = settings.uri or ""
-    if settings.driver in _JOURNALS and address != IN_MEMORY:
-        return str(expand_path("uri", address, base_dir).absolute())
-    return address
 
 
 def _stamps(path: Path, journal_ending: str) -> list[list[int]]:

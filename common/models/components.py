@@ -175,7 +175,13 @@ class ComponentsBottom(nn.Module):
         scale = scales(covariance).sqrt()
         scaled = covariance / torch.outer(scale, scale)
         directions, variances = _principal(scaled, _MOST_BITS)
-        count = _num_bits(variances[variances > 0] / scaled.trace(), float(moments[0, 0]))
+        # As many bits as are expected to tell most; each adds to the noise on all sums. Codes are
+        # taken for normal, and to explain a tenth of a label's variance, of .16, at a bound of .600
+        # on the leak AUC.
+        shares, num_rows = variances[variances > 0] / scaled.trace(), float(moments[0, 0])
+        signal = 0.1 * shares * num_rows**2 / (2 * math.pi)
+        noise = num_rows / 4 + 2.79**2 / 0.16 * (torch.arange(1, len(shares) + 1) + 1)
+        count = int(torch.log1p(signal / noise[:, None]).tril().sum(1).argmax()) + 1
         directions = directions[:, :count] / scale[:, None]
         self.of_bits = torch.cat([directions, (mean @ directions)[None]]).to(self.weight)
         return moments
@@ -314,12 +320,29 @@ class ComponentsBottom(nn.Module):
 
     def components(self, blocks: Blocks, width: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return directions, (codes, width), their variances, and the codes' mean, float64."""
-        if self.num_codes > MOST_DENSE:
-            directions, variances, mean = _sparse_components(self, blocks, width)
-        else:
-            moments = self.moments(blocks)
-            mean, covariance = mean_and_covariance(moments)
+        if self.num_codes <= MOST_DENSE:
+            mean, covariance = mean_and_covariance(self.moments(blocks))
             directions, variances = _principal(covariance, width)
+        else:
+            from scipy import sparse  # noqa: PLC0415
+            from sklearn.decomposition import PCA  # noqa: PLC0415
+
+            parts = []
+            for part in blocks():
+                dense = sparse.csr_matrix(self.dense(part).numpy())
+                dense.resize(len(part), self.num_codes)
+                parts.append(dense)
+                for slots, share in self.slots(part):
+                    values = share.squeeze(-1).expand(slots.shape).flatten().numpy()
+                    rows = np.repeat(np.arange(len(part)), slots.shape[1])
+                    places = rows, slots.flatten().numpy()
+                    parts[-1] += sparse.csr_matrix((values, places), dense.shape, np.float32)
+            found = PCA(width, svd_solver="arpack", random_state=0).fit(sparse.vstack(parts))
+            directions, variances = _signed(
+                torch.from_numpy(found.components_.T.copy()).double(),
+                torch.from_numpy(np.asarray(found.explained_variance_)).double(),
+            )
+            mean = torch.from_numpy(np.asarray(found.mean_)).double().flatten()
         self._require_directions(variances)
         return directions, variances, mean
 
@@ -347,37 +370,3 @@ def _signed(directions: Tensor, variances: Tensor) -> tuple[Tensor, Tensor]:
     is_there = variances > _TINY * variances[0].clamp(min=_TINY)
     signs = torch.sign(directions.gather(0, directions.abs().argmax(0, keepdim=True)))
     return directions * signs * is_there, variances * is_there
-
-
-def _sparse_components(
-    model: ComponentsBottom, blocks: Blocks, width: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    from scipy import sparse  # noqa: PLC0415
-    from sklearn.decomposition import PCA  # noqa: PLC0415
-
-    parts = []
-    for part in blocks():
-        dense = sparse.csr_matrix(model.dense(part).numpy())
-        dense.resize(len(part), model.num_codes)
-        parts.append(dense)
-        for slots, share in model.slots(part):
-            values = share.squeeze(-1).expand(slots.shape).flatten().numpy()
-            places = np.repeat(np.arange(len(part)), slots.shape[1]), slots.flatten().numpy()
-            parts[-1] += sparse.csr_matrix((values, places), dense.shape, np.float32)
-    found = PCA(width, svd_solver="arpack", random_state=0).fit(sparse.vstack(parts))
-    directions = torch.from_numpy(found.components_.T.copy()).double()
-    variances = torch.from_numpy(np.asarray(found.explained_variance_)).double()
-    mean = torch.from_numpy(np.asarray(found.mean_)).double().flatten()
-    return *_signed(directions, variances), mean
-
-
-def _num_bits(shares: Tensor, num_rows: float) -> int:
-    """Return the number of bits expected to tell most; each bit adds to the noise on all sums.
-
-    ``shares`` are those of the components of the variance of codes, which are taken for normal and
-    to explain a tenth of a label's variance, of .16, at a bound of .600 on the leak AUC.
-    """
-    bits = torch.arange(1, len(shares) + 1)
-    signal = 0.1 * shares * num_rows**2 / (2 * math.pi)
-    noise = num_rows / 4 + 2.79**2 / 0.16 * (bits + 1)
-    return int(torch.log1p(signal / noise[:, None]).tril().sum(1).argmax()) + 1

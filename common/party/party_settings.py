@@ -4,7 +4,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, Tag
 
@@ -226,34 +226,30 @@ def load_party_settings(
     problems: list[str] = []
     own = [text for text in overrides if not text.startswith("contract.")]
     values = apply_overrides(values, own)
-    contract, contract_problems = _load_contract(
-        values.get("contract"), path, [t[len("contract.") :] for t in overrides if t not in own]
+    given, of_contract = (
+        values.get("contract"),
+        [t.removeprefix("contract.") for t in overrides if t not in own],
     )
-    problems += contract_problems
+    # Stands in for one that cannot be read, so that all problems are named at once.
+    contract = Contract(run_name="unreadable", cut_shape=(1,), batch_size=1, epochs=1)
     try:
-        placeholder = contract or Contract(
-            run_name="unreadable", cut_shape=(1,), batch_size=1, epochs=1
-        )
+        if isinstance(given, str):
+            agreed = path.parent / given
+            read = apply_overrides(read_yaml(agreed), of_contract)
+            contract = validate(Contract, read, str(agreed))
+        elif isinstance(given, dict):
+            read = apply_overrides(given, of_contract)
+            contract = validate(Contract, read, f"{path}: contract")
+        else:
+            problems.append(f"{path}: contract: expected the path of the contract's file")
+    except SettingsError as error:
+        problems += error.problems
+    try:
         settings = validate(
-            section, {**values, "contract": placeholder, "base_dir": path.parent}, str(path)
+            section, {**values, "contract": contract, "base_dir": path.parent}, str(path)
         )
     except SettingsError as error:
         problems += error.problems
     if problems:
         raise SettingsError(problems)
     return settings
-
-
-def _load_contract(
-    value: Any, settings_path: Path, overrides: Sequence[str]
-) -> tuple[Contract | None, list[str]]:
-    try:
-        if isinstance(value, str):
-            path = settings_path.parent / value
-            return validate(Contract, apply_overrides(read_yaml(path), overrides), str(path)), []
-        if isinstance(value, dict):
-            values = apply_overrides(value, overrides)
-            return validate(Contract, values, f"{settings_path}: contract"), []
-    except SettingsError as error:
-        return None, list(error.problems)
-    return None, [f"{settings_path}: contract: expected the path of the contract's file"]

@@ -114,10 +114,11 @@ def final_scores(
         scores = one_against_rest(logits)[:, list(classes.targets)]
     else:
         rows = activations.float()
-        by_target = [
-            _nearest_hint(rows, hints.rows, hints.labels == target) for target in classes.targets
-        ]
-        scores = torch.stack(by_target, dim=1)
+        scores = torch.zeros(len(rows), len(classes.targets), dtype=torch.float64)
+        for place, target in enumerate(classes.targets):
+            if (own := hints.labels == target).any():  # else no example of it has been seen
+                known_rows = (rows[torch.from_numpy(hints.rows[mask])] for mask in (own, ~own))
+                scores[:, place] = activation_nearest_hint(rows, *known_rows)
     others = np.setdiff1d(np.arange(len(labels)), hints.rows)
     return [RunScores(positions[others], one[others]) for one in scores.numpy().T]
 
@@ -214,12 +215,3 @@ class _Head:
 
 def _standardised(rows: Tensor, centre: Tensor, unit: Tensor) -> Tensor:
     return (rows.double() - centre) / unit
-
-
-def _nearest_hint(
-    activations: Tensor, hints: npt.NDArray[np.int64], of_target: npt.NDArray[np.bool_]
-) -> Tensor:
-    if not of_target.any():  # no example of this class has been seen
-        return torch.zeros(len(activations), dtype=torch.float64)
-    own, other = (activations[torch.from_numpy(hints[mask])] for mask in (of_target, ~of_target))
-    return activation_nearest_hint(activations, own, other)

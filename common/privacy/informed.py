@@ -63,10 +63,17 @@ def informed(gradients: Gradients, known: KnownPredictions, target: int = 1) -> 
     label does not move. Raises ValueError if predictions or slopes are of another shape.
     """
     problem = _problem(gradients, known)
-    if not problem.is_binary:
-        return _bounded(_against_the_others(problem, target))
-    ratios = _bounded(_ratios_of_two(problem))
-    return ratios if target == 1 else -ratios
+    if problem.is_binary:
+        ratios = _bounded(_ratios_of_two(problem))
+        return ratios if target == 1 else -ratios
+    # A class is compared with the mixture of the others, each with the share that is predicted.
+    whitening, _ = _fit(problem)
+    ratios = _log_likelihoods(problem, whitening) + problem.probabilities.clamp(min=1e-30).log()
+    others = [number for number in range(len(problem.moves)) if number != target]
+    own = problem.probabilities[:, target].clamp(min=1e-30)
+    rest = problem.probabilities[:, others].sum(dim=1).clamp(min=1e-30)
+    prior = own.log() - rest.log()
+    return _bounded(ratios[:, target] - torch.logsumexp(ratios[:, others], dim=1) - prior)
 
 
 class _Problem(NamedTuple):
@@ -143,17 +150,6 @@ def _log_likelihoods(problem: _Problem, whitening: Tensor) -> Tensor:
         white = move @ whitening.T
         likelihoods.append((white * (rest - white / 2)).sum(dim=1))
     return torch.stack(likelihoods, dim=1)
-
-
-def _against_the_others(problem: _Problem, target: int) -> Tensor:
-    """Compare a class with the mixture of the others, each with the share that is predicted."""
-    whitening, _ = _fit(problem)
-    ratios = _log_likelihoods(problem, whitening) + problem.probabilities.clamp(min=1e-30).log()
-    others = [number for number in range(len(problem.moves)) if number != target]
-    own = problem.probabilities[:, target].clamp(min=1e-30)
-    rest = problem.probabilities[:, others].sum(dim=1).clamp(min=1e-30)
-    prior = own.log() - rest.log()
-    return ratios[:, target] - torch.logsumexp(ratios[:, others], dim=1) - prior
 
 
 def _ratios_of_two(problem: _Problem) -> Tensor:

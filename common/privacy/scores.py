@@ -261,7 +261,18 @@ def residual_energy(gradients: gradient_rows.Gradients) -> Tensor:
     rows = _folded(gradient_rows.prepared(gradients).rows)
     if not rows.numel():
         return rows.new_zeros(len(rows))
-    energies = _weak_energies(rows)
+    # Each row's energy in the weak directions, in units of these.
+    num_rows, row_dim = rows.shape
+    is_tall = num_rows >= row_dim
+    powers, vectors = torch.linalg.eigh(gram(rows.T if is_tall else rows))  # ascending
+    num_weak = len(powers) - min(round(STRONGEST * len(powers)), len(powers) - 1)
+    weak = powers[:num_weak].clamp(min=0.0)
+    if is_tall:
+        shares = (rows @ vectors[:, :num_weak]).square_()
+    else:
+        shares = vectors[:, :num_weak].square() * weak
+    ridge = weak.mean() * (row_dim / num_rows) + _NEGLIGIBLE_ENERGY * powers[-1].clamp(min=0.0)
+    energies = shares @ torch.where(weak + ridge > 0, 1.0 / (weak + ridge), 0.0)
     largest = energies.amax()
     if not largest > 0:
         return torch.zeros_like(energies)
@@ -283,22 +294,6 @@ def rare_cluster_up(scores: Tensor) -> Tensor:
         border = (sums[below] / below + above) / 2
     centred = scores - float(border)
     return centred if 2 * (len(values) - below) <= len(values) else -centred
-
-
-def _weak_energies(rows: Tensor) -> Tensor:
-    """Return each row's energy in the weak directions, in units of these, (batch,)."""
-    num_rows, row_dim = rows.shape
-    is_tall = num_rows >= row_dim
-    powers, vectors = torch.linalg.eigh(gram(rows.T if is_tall else rows))  # ascending
-    num_weak = len(powers) - min(round(STRONGEST * len(powers)), len(powers) - 1)
-    weak = powers[:num_weak].clamp(min=0.0)
-    if is_tall:
-        energies = (rows @ vectors[:, :num_weak]).square_()
-    else:
-        energies = vectors[:, :num_weak].square() * weak
-    ridge = weak.mean() * (row_dim / num_rows) + _NEGLIGIBLE_ENERGY * powers[-1].clamp(min=0.0)
-    weighted: Tensor = energies @ torch.where(weak + ridge > 0, 1.0 / (weak + ridge), 0.0)
-    return weighted
 
 
 def _folded(rows: Tensor) -> Tensor:

@@ -198,7 +198,15 @@ def _assessed(
             continue
         passed = next((one for one in limits if leak.low > limits[one]), None)
         if passed is Adversary.ANYBODY and is_proved:
-            why = _not_separated(beyond, limits[passed])
+            functions, trees = beyond.feature_auc_of_functions, beyond.feature_auc_of_trees
+            both = ""
+            if functions is not None and trees is not None:
+                both = f" (AUC {functions:.3f} by functions, {trees:.3f} by boosting)"
+            why = (
+                f"more than the {auc_at_most(limits[passed])} that is proved for anybody, so that "
+                f"it contains what features reveal: the models of these{both} cannot separate them "
+                f"from gradients"
+            )
             yield AssessedAttack(attack, leak, Finding.NOT_SEPARATED, why)
         elif passed is not None:
             limit, peers = auc_at_most(limits[passed]), passed.in_words
@@ -211,16 +219,6 @@ def _assessed(
         else:
             why = _above_by_chance(leak, limits)
             yield AssessedAttack(attack, leak, Finding.NO_LEAK_SHOWN, why)
-
-
-def _not_separated(beyond: BeyondFigures, bound: float) -> str:
-    functions, trees, both = beyond.feature_auc_of_functions, beyond.feature_auc_of_trees, ""
-    if functions is not None and trees is not None:
-        both = f" (AUC {functions:.3f} by functions, {trees:.3f} by boosting)"
-    return (
-        f"more than the {auc_at_most(bound)} that is proved for anybody, so that it contains what "
-        f"features reveal: the models of these{both} cannot separate them from gradients"
-    )
 
 
 def _above_by_chance(leak: AdjustedFigures, limits: dict[Adversary, float]) -> str:

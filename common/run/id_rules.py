@@ -96,15 +96,14 @@ IdRule = Annotated[
 ]
 
 
-def _as_list(value: Any) -> Any:
-    return (value,) if isinstance(value, dict | _IdColumn) else value
-
-
 # Rules for each column of ids, in the order of the columns; those for a single one need no list.
 IdRules = Annotated[
     tuple[IdRule, ...],
     Field(min_length=1, max_length=MAX_ID_COLUMNS),
-    BeforeValidator(_as_list, json_schema_input_type=IdRule | tuple[IdRule, ...]),
+    BeforeValidator(
+        lambda value: (value,) if isinstance(value, dict | _IdColumn) else value,
+        json_schema_input_type=IdRule | tuple[IdRule, ...],
+    ),
 ]
 AS_WRITTEN: Sequence[IdRule] = (TextId(),)
 """The rules without any setting: NFC, and no white space at the ends."""

@@ -76,7 +76,10 @@ class SampleOrder:
 
     def _shuffle(self, epoch: int) -> Positions:
         if self._shuffled is None or self._shuffled[0] != epoch:
-            shuffled = self._positions[_permutation(self._seed, epoch, len(self._positions))]
+            key = hashlib.sha256(_EPOCH_DOMAIN + struct.pack("<Q", epoch) + self._seed).digest()
+            philox = np.random.Philox(key=np.frombuffer(key, dtype="<u8", count=2))
+            order = stable_order(philox.random_raw(len(self._positions)))
+            shuffled = self._positions[order.astype(np.int64, copy=False)]
             shuffled.flags.writeable = False
             self._shuffled = (epoch, shuffled)
             return shuffled
@@ -158,12 +161,6 @@ def split_rows(
     # The bound is counted from the end, so that test = 0 leaves no test rows.
     chosen = np.searchsorted([train, max(train, 1.0 - test)], uniform, side="right")
     return {name: np.flatnonzero(chosen == number) for number, name in enumerate(SPLITS)}
-
-
-def _permutation(seed: bytes, epoch: int, length: int) -> Positions:
-    key = hashlib.sha256(_EPOCH_DOMAIN + struct.pack("<Q", epoch) + seed).digest()
-    philox = np.random.Philox(key=np.frombuffer(key, dtype="<u8", count=2))
-    return stable_order(philox.random_raw(length)).astype(np.int64, copy=False)
 
 
 def stable_order(

@@ -10,10 +10,9 @@ import logging
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Literal
 
 from rich.console import Console
@@ -30,7 +29,15 @@ def configure_logging(party: str, verbosity: int = 0, form: LogFormat = "text") 
     """Log warnings only (verbosity below 0), the run's progress (0) or everything (above 0)."""
     handler = _StderrHandler(party, form)
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
-    threading.excepthook = partial(_on_failed_thread, threading.excepthook)
+    otherwise = threading.excepthook
+
+    def on_failed_thread(failed: threading.ExceptHookArgs) -> None:
+        # A full disk in TensorBoard's thread is ignored: the next write reports it.
+        is_charting = type(failed.thread).__module__.startswith("tensorboard.")
+        if not (is_charting and isinstance(failed.exc_value, OSError)):
+            otherwise(failed)
+
+    threading.excepthook = on_failed_thread
     level = logging.INFO if verbosity == 0 else logging.DEBUG if verbosity > 0 else logging.WARNING
     logging.getLogger(_OWN_PACKAGE).setLevel(level)
 
@@ -132,15 +139,6 @@ class _JsonFormatter(logging.Formatter):
             if name not in own
         }
         return json.dumps(own | further, default=str)
-
-
-def _on_failed_thread(
-    otherwise: Callable[[threading.ExceptHookArgs], object], failed: threading.ExceptHookArgs
-) -> None:
-    """Ignore a full disk in TensorBoard's thread: the next write reports it."""
-    is_charting = type(failed.thread).__module__.startswith("tensorboard.")
-    if not (is_charting and isinstance(failed.exc_value, OSError)):
-        otherwise(failed)
 
 
 UNPRINTED = (OSError, ValueError, AttributeError)

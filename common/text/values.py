@@ -176,19 +176,19 @@ class _Entry(NamedTuple):
 
 def _entries_of(kind: Any) -> tuple[_Entry, ...]:
     hints = get_type_hints(kind, include_extras=True)
-    return tuple(_entry(field.name, hints[field.name]) for field in fields(kind))
+    entries = []
+    for field in fields(kind):
+        name, hint = field.name, hints[field.name]
+        plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        choices = get_args(plain) if isinstance(plain, UnionType) else (plain,)
+        flat = next((mark for mark in marks if isinstance(mark, Flat)), None)
+        key = next((mark.name for mark in marks if isinstance(mark, Key)), name)
+        inner = None if flat is None or flat.write is not None else _names(choices[0])
+        entries.append(_Entry(name, key, IF_ANY in marks, type(None) in choices, flat, inner))
+    return tuple(entries)
 
 
 _entries: Callable[[Any], tuple[_Entry, ...]] = cache(_entries_of)
-
-
-def _entry(name: str, hint: Any) -> _Entry:
-    plain, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    choices = get_args(plain) if isinstance(plain, UnionType) else (plain,)
-    flat = next((mark for mark in marks if isinstance(mark, Flat)), None)
-    key = next((mark.name for mark in marks if isinstance(mark, Key)), name)
-    entries = None if flat is None or flat.write is not None else _names(choices[0])
-    return _Entry(name, key, IF_ANY in marks, type(None) in choices, flat, entries)
 
 
 def _names(kind: Any) -> frozenset[str] | None:

@@ -5,6 +5,7 @@ parser can recurse, or contain a number whose digits Python refuses to print. Th
 what settings need: mappings, lists, texts, numbers, true, false, null and dates.
 """
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,13 @@ def load_yaml(text: str, source: str, extent: Extent = AS_WRITTEN) -> Any:
         _check(text, extent)
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a safe loader
     except yaml.YAMLError as error:
-        raise SettingsError(f"{source}: not valid YAML: {_in_one_line(error)}") from error
+        if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+            reason = f"{_location(error.problem_mark)}{error.problem}"
+        else:
+            reason = " ".join(str(error).split())
+        if len(reason) > _SHOWN_CHARACTERS:
+            reason = f"{reason[:_SHOWN_CHARACTERS]}..."
+        raise SettingsError(f"{source}: not valid YAML: {reason}") from error
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         # Raised by the library's own constructors, for instance for February 30.
         raise SettingsError(
@@ -93,7 +100,8 @@ def _check(text: str, extent: Extent) -> None:
             nodes += 1
             if event.tag is not None:
                 raise _Refused(f"{where}no setting has the tag {event.tag!r}")
-        if isinstance(event, yaml.ScalarEvent) and not _is_storable(event.value):
+        # NUL, and surrogates, which no file in UTF-8 can hold.
+        if isinstance(event, yaml.ScalarEvent) and re.search(r"[\0\ud800-\udfff]", event.value):
             raise _Refused(f"{where}a text with an invalid character")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
@@ -101,21 +109,6 @@ def _check(text: str, extent: Extent) -> None:
             raise _Refused(f"expected at most {extent.max_nodes:,} values")
         if depth > MAX_DEPTH:
             raise _Refused(f"{where}expected at most {MAX_DEPTH} levels")
-
-
-def _is_storable(text: str) -> bool:
-    try:
-        return b"\0" not in text.encode()
-    except UnicodeEncodeError:  # an unpaired surrogate
-        return False
-
-
-def _in_one_line(error: yaml.YAMLError) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        reason = f"{_location(error.problem_mark)}{error.problem}"
-    else:
-        reason = " ".join(str(error).split())
-    return reason if len(reason) <= _SHOWN_CHARACTERS else f"{reason[:_SHOWN_CHARACTERS]}..."
 
 
 def _location(mark: Any) -> str:

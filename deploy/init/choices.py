@@ -125,8 +125,11 @@ def judge(column: Column, cells: Any) -> OwnIds:
     rows = unusable_rows(raw, form.of(raw), form)
     doubt = _doubt(column, cells)
     is_floating = doubt is _POINTS
-    folds = not is_floating and _may_fold(raw)
-    rule = TextId(fold_case=folds, whole_numbers=is_floating)
+    # Case is folded if no id has letters of both cases, and no two differ only in case.
+    texts = {text for text in raw if text != text.upper() or text != text.lower()}
+    folds = bool(texts) and all(text in {text.upper(), text.lower()} for text in texts)
+    folds = folds and len({text.casefold() for text in texts}) == len(texts)
+    rule = TextId(fold_case=folds and not is_floating, whole_numbers=is_floating)
     return OwnIds(len(raw), len(rows.without_id), len(rows.repeated), doubt, rule)
 
 
@@ -144,13 +147,6 @@ def _doubt(column: Column, cells: Any) -> str:
     if any(map(re.compile(SHORTENED).match, column.values)):
         return "some are written like 1.2E+15, as spreadsheets shorten long numbers"
     return ""
-
-
-def _may_fold(raw: Sequence[str]) -> bool:
-    """Say whether no id has letters of both cases, and no two differ only in case."""
-    texts = {text for text in raw if text != text.upper() or text != text.lower()}
-    has_one_case = all(text in {text.upper(), text.lower()} for text in texts)
-    return bool(texts) and has_one_case and len({text.casefold() for text in texts}) == len(texts)
 
 
 def likely_ids(columns: Sequence[Column], cells: Mapping[str, Any]) -> dict[str, OwnIds]:

@@ -126,16 +126,6 @@ def is_of_two(column: Column) -> bool:
     return len(found) == 2
 
 
-def _typing_errors(rows: Counter[str]) -> list[str]:
-    """Name the rare labels that differ from a frequent one by one letter, or two exchanged ones."""
-    return [
-        f"{rare!r} ({rows[rare]:,} rows) beside {usual!r}"
-        for rare in rows
-        for usual in rows
-        if rows[rare] <= _RARE * rows[usual] and len(rare) > 3 and _is_one_edit(rare, usual)
-    ]
-
-
 def _is_one_edit(one: str, other: str) -> bool:
     edits = [
         (one[a:b], other[c:d])
@@ -209,7 +199,14 @@ def _check_spelling(column: Column, positive: tuple[str, ...]) -> None:
             + (f", or say which stand for 1: {options}" if len(alike) < len(rows) else "")
             + f"; {_AS_WRITTEN}"
         )
-    doubts = _typing_errors(Counter({text: n for text, n in rows.items() if text not in positive}))
+    # Rare labels that differ from a frequent one by one letter, or by two exchanged ones.
+    others = [text for text in rows if text not in positive]
+    doubts = [
+        f"{rare!r} ({rows[rare]:,} rows) beside {usual!r}"
+        for rare in others
+        for usual in others
+        if rows[rare] <= _RARE * rows[usual] and len(rare) > 3 and _is_one_edit(rare, usual)
+    ]
     if not positive:
         few = [text for text, n in rows.items() if n <= _FEW_ROWS and n <= _RARE * rows.total()]
         doubts += [f"{text!r} ({rows[text]} row{'s' * (rows[text] > 1)} in all)" for text in few]

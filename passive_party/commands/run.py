@@ -105,22 +105,18 @@ def _fit(
 
 def _is_over(settings: PassiveSettings, interruption: Interruption, folder: Path) -> bool:
     """Return whether the run was ended for good, and nobody is back; say so."""
-    if end_of(folder) is None or _is_back(settings, interruption):
+    if end_of(folder) is None:
         return False
-    logger.warning("no active party answers at %s; %s", settings.connect, _ENDED)
-    return True
-
-
-def _is_back(settings: PassiveSettings, interruption: Interruption) -> bool:
     until = time.monotonic() + min(_BACK_WITHIN_S, settings.reconnect.max_s)
     with idle_peer(settings) as peer:
         while time.monotonic() < until:
             interruption.check()
             with suppress(PeerError):
                 if peer.is_ready():
-                    return True
+                    return False
             time.sleep(FIRST_WAIT_S)
-    return False
+    logger.warning("no active party answers at %s; %s", settings.connect, _ENDED)
+    return True
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from rich.text import Text
 
@@ -31,44 +31,31 @@ from splitveil.common.text.wording import add_version
 PROGRAM = "splitveil"
 
 
-class SubCommand(NamedTuple):
-    name: str
-    purpose: str
-    module: str  # has ``parser(program)``, and ``run(parsed)``, which returns the exit code
-
-
 _OWN = "splitveil.command.subcommands"
 
-SUB_COMMANDS = (
-    SubCommand(
-        "demo",
+# Purpose, and the module, which has ``parser(program)``, and ``run(parsed)``, which returns the
+# exit code; beside those of a party, in the order of the help.
+SUB_COMMANDS = {
+    "demo": (
         "run both parties of an example on this machine, and compare defenses",
         "splitveil.deploy.demo",
     ),
-    SubCommand(
-        "init",
+    "init": (
         "look at a party's table, and write commented settings that fit it",
         "splitveil.deploy.init.command",
     ),
-    SubCommand(
-        "local",
-        "run all parties of a folder as processes on this machine",
-        "splitveil.deploy.local",
-    ),
-    SubCommand("certs", "make and show certificates", "splitveil.deploy.certs"),
-    SubCommand(
-        "audit",
+    "local": ("run all parties of a folder as processes on this machine", "splitveil.deploy.local"),
+    "certs": ("make and show certificates", "splitveil.deploy.certs"),
+    "audit": (
         "attack gradients of any trainer, and print what they reveal about the labels",
         _OWN,
     ),
-    SubCommand("schema", "print the JSON Schema of a settings file", _OWN),
-)
-"""Beside those of a party, in the order of the help."""
+    "schema": ("print the JSON Schema of a settings file", _OWN),
+}
 
-OF_ONE_PARTY = tuple(
-    SubCommand(party, "", f"splitveil.{party}_party.commands.program")
-    for party in ("active", "passive")
-)
+OF_ONE_PARTY = {
+    party: ("", f"splitveil.{party}_party.commands.program") for party in ("active", "passive")
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -77,14 +64,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def _exit_code(words: Sequence[str]) -> int:
-    by_name = {one.name: one for one in (*SUB_COMMANDS, *OF_ONE_PARTY)}
-    called = by_name.get(words[0]) if words else None
+    called = (SUB_COMMANDS | OF_ONE_PARTY).get(words[0]) if words else None
     if called is None:  # a party's, --help, --version, or a mistake
         return run_command(_parser().parse_args(words or ["--help"]))
-    module: Any = import_module(called.module)
-    program = f"{PROGRAM} {called.name}"
+    purpose, path = called
+    module: Any = import_module(path)
+    program = f"{PROGRAM} {words[0]}"
     parser: argparse.ArgumentParser = module.parser(program)
-    parser.description = parser.description or called.purpose
+    parser.description = parser.description or purpose
     parsed = parser.parse_args(words[1:])
     try:
         return int(module.run(parsed))
@@ -104,8 +91,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_version(parser)
     commands: Commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for one in SUB_COMMANDS:
-        if one.name == "local":
+    for name, (purpose, _) in SUB_COMMANDS.items():
+        if name == "local":
             add_party_commands(commands)
-        commands.add_parser(one.name, help=one.purpose, description=one.purpose)
+        commands.add_parser(name, help=purpose, description=purpose)
     return parser

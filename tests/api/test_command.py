@@ -73,7 +73,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_help_names_every_sub_command(call: Call) -> None:
     done = call("--help")
     assert done.exit_code == 0
-    assert all(f"    {one.name} " in done.out for one in SUB_COMMANDS)
+    assert all(f"    {name} " in done.out for name in SUB_COMMANDS)
     assert call().out == done.out
     assert not [line for line in done.out.splitlines() if line.startswith("    active")]
     done = call("rnu")
@@ -87,13 +87,13 @@ def programs() -> Iterator[argparse.ArgumentParser]:
         program._parser(),
         active_party.parser(),
         experiments._parser(),
-        *(import_module(one.module).parser(f"splitveil {one.name}") for one in SUB_COMMANDS),
+        *(import_module(path).parser(f"splitveil {n}") for n, (_, path) in SUB_COMMANDS.items()),
     ]
     while owners:
         yield (one := owners.pop())
         for action in one._actions:
             if isinstance(action, argparse._SubParsersAction):
-                apart = {one.name for one in SUB_COMMANDS} if one.prog == "splitveil" else set()
+                apart = {*SUB_COMMANDS} if one.prog == "splitveil" else set()
                 owners += [made for name, made in action.choices.items() if name not in apart]
 
 
@@ -111,7 +111,7 @@ def test_the_help_of_every_command_ends_with_an_example_that_it_can_read(
 @pytest.mark.parametrize(
     "words",
     [
-        *([one.name, "--help"] for one in SUB_COMMANDS),
+        *([name, "--help"] for name in SUB_COMMANDS),
         ["--help"],
         ["--version"],
         ["run", "--help"],

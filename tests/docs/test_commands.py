@@ -188,7 +188,7 @@ def read_by_sub_command(arguments: Sequence[str]) -> None:
         assert end.value.code == 0
         return
     first, *words = arguments
-    modules = {one.name: one.module for one in (*SUB_COMMANDS, *OF_ONE_PARTY)}
+    modules = {name: path for name, (_, path) in (SUB_COMMANDS | OF_ONE_PARTY).items()}
     if first in modules:
         options = import_module(modules[first]).parser(f"splitveil {first}").parse_args(words)
     else:

@@ -59,7 +59,7 @@ from splitveil.experiments.cells import (
     with_folders,
 )
 from splitveil.experiments.collection import BESIDE_LOGIT, FigureRow, collect, read_rows, write_rows
-from splitveil.experiments.execution import Ending, Resources, is_finished, run_cells
+from splitveil.experiments.execution import Ending, is_finished, run_cells
 from splitveil.experiments.models import (
     DeepBesideLogit,
     GreyImageBottom,
@@ -386,7 +386,7 @@ def launcher(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None
 
 
 def run_all(cells: Sequence[Cell], folder: Path, jobs: int = 1) -> list[Ending]:
-    return list(run_cells(cells, folder / "out", folder / "prepared", Resources(jobs)))
+    return list(run_cells(cells, folder / "out", folder / "prepared", jobs=jobs))
 
 
 def test_a_finished_cell_is_marked_and_loses_its_weights(
@@ -421,9 +421,9 @@ def test_a_half_finished_cell_keeps_its_files_and_one_with_other_settings_does_n
     run_all([cell], tmp_path)
     assert checkpoint.exists()
     others = cells_of(tiny(), Choice(overrides=("contract.epochs=3",)))[:1]
-    for cells, how in (([cell], Resources(in_process=True)), (others, Resources())):
+    for cells, is_one in (([cell], True), (others, False)):
         checkpoint.mkdir(parents=True, exist_ok=True)
-        list(run_cells(cells, tmp_path / "out", tmp_path / "prepared", how))
+        list(run_cells(cells, tmp_path / "out", tmp_path / "prepared", in_process=is_one))
         assert not checkpoint.exists()
 
 

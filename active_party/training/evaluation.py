@@ -7,7 +7,7 @@ row. It is as private as the labels are.
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
-from splitveil.common.run.sample_order import SplitName
+from splitveil.common.run.sample_order import Positions, SplitName
 
 PREDICTIONS = "test_predictions.safetensors"
 
@@ -150,22 +150,14 @@ def save_predictions(
     folder: Path, ids: Sequence[str], rows: AlignedRows, predictions: HeldOutPredictions
 ) -> None:
     """Write the predictions of the test rows into a run's folder."""
-    of_test, of_training = (
-        b"".join(
-            hashlib.blake2b(ids[row].encode(), digest_size=_DIGEST_BYTES).digest()
-            for row in rows.file_rows[rows.splits[split]]
-        )
-        for split in ("test", "train")
-    )
-    # Adding up modulo 2^64, lane by lane, needs no sorting; the sum of random words is a digest
-    # against mix-ups, not against somebody who chooses ids.
-    lanes = np.frombuffer(of_training, dtype="<u8").reshape(-1, _DIGEST_BYTES // 8)
-    total = bytearray(lanes.sum(axis=0, dtype=np.uint64).tobytes())
+    digests = _digests(ids[row] for row in rows.file_rows[rows.splits["test"]])
     tensors = {
-        "ids": torch.frombuffer(bytearray(of_test), dtype=torch.uint8).reshape(-1, _DIGEST_BYTES),
+        "ids": torch.from_numpy(digests.view(np.uint8).reshape(-1, _DIGEST_BYTES).copy()),
         "logits": predictions.logits,
         "labels": predictions.labels,
-        "training_rows": torch.frombuffer(total, dtype=torch.uint8),
+        "training_rows": torch.frombuffer(
+            bytearray(_digest_of(ids, rows, rows.splits["train"])), dtype=torch.uint8
+        ),
     }
     save_tensors(folder, PREDICTIONS, tensors)
 
@@ -178,13 +170,31 @@ def read_predictions(folder: Path) -> StoredPredictions | None:
         found = load_file(path)
         digests = np.ascontiguousarray(found["ids"]).view(f"V{_DIGEST_BYTES}").reshape(-1)
         order = np.argsort([bytes(one) for one in digests])
-        labels = found["labels"].astype(np.float64)[order]
-        is_whole = np.array_equal(labels, np.rint(labels))
         return StoredPredictions(
             digests[order],
             found["logits"].astype(np.float64)[order],
-            labels.astype(np.int64) if is_whole else labels,
+            _labels(found["labels"])[order],
             found["training_rows"].tobytes(),
         )
     except (OSError, SafetensorError, KeyError, ValueError, IndexError) as error:
         raise SettingsError(f"{path}: the predictions of the test rows cannot be read") from error
+
+
+def _labels(written: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+    is_whole = np.array_equal(written, np.rint(written))
+    return written.astype(np.int64) if is_whole else written.astype(np.float64)
+
+
+def _digests(ids: Iterable[str]) -> npt.NDArray[np.void]:
+    joined = b"".join(
+        hashlib.blake2b(text.encode(), digest_size=_DIGEST_BYTES).digest() for text in ids
+    )
+    return np.frombuffer(joined, dtype=f"V{_DIGEST_BYTES}")
+
+
+def _digest_of(ids: Sequence[str], rows: AlignedRows, positions: Positions) -> bytes:
+    digests = _digests(ids[row] for row in rows.file_rows[positions])
+    # Adding up modulo 2^64, lane by lane, needs no sorting; the sum of random words is a digest
+    # against mix-ups, not against somebody who chooses ids.
+    lanes = np.frombuffer(digests.tobytes(), dtype="<u8").reshape(-1, _DIGEST_BYTES // 8)
+    return bytes(lanes.sum(axis=0, dtype=np.uint64).tobytes())

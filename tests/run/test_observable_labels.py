@@ -452,4 +452,5 @@ def test_work_that_depends_on_labels_would_show(
 
     monkeypatch.setattr(TopTrainer, "learn", unevenly)
     with pytest.raises(AssertionError, match=r"aten\.zeros"):
-        assert_same_for_both_labels(tmp_path, "two classes", "", [RESPONSE], [])
+        active = [RESPONSE, "leak_monitor=null"]
+        assert_same_for_both_labels(tmp_path, "two classes", "", active, [])

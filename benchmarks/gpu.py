@@ -152,7 +152,7 @@ class EachStep(PassiveRecording):
 
 def steps(device: torch.device, batch: int, defense: str) -> Row:
     """Train both halves in one process, so that all reads are in one thread."""
-    with written(batch, 10, 8) as folder, CountingReads(device) as reads:
+    with written(batch, 10, 2) as folder, CountingReads(device) as reads:
         seen = EachStep(reads)
         chosen = [f"defense={{name: {defense}}}"]
         run_in_process(build_parties(folder, chosen, device=device, passive_seen=seen))

@@ -109,13 +109,18 @@ class RunAudit:
         """
         with self._lock:
             all_scores = list(self._scores(hinted=True))
+            positions, _ = self._last.seen()  # batches may still be added
         figures: dict[str, dict[str, RunFigures]] = {}
         by_class: dict[str, dict[str, ClassFigures]] = {}
-        values = features(self._last.seen()[0]) if self._final and features else None
+        values = features(positions) if self._final and features else None
         for layer, attack, scores in all_scores:
             aucs = self._aucs(scores)
             final = RUN_ATTACKS[attack].is_final and RUN_ATTACKS[attack].num_hints
-            alone = self._final_scores(attack, values) if final and values is not None else None
+            alone = (
+                self._final_scores(attack, positions, values)
+                if final and values is not None
+                else None
+            )
             leak = run_level_leak(scores, aucs, self._labels.numpy(), self.classes, alone)
             if leak is None:
                 continue
@@ -200,12 +205,12 @@ class RunAudit:
                     yield layer, attack, self._combined(attack, gathered)
         if hinted:
             for attack in self._final:
-                yield CUT, attack, self._final_scores(attack)
+                yield CUT, attack, self._final_scores(attack, *self._last.seen())
 
-    def _final_scores(self, attack: str, features: Tensor | None = None) -> list[RunScores]:
+    def _final_scores(
+        self, attack: str, positions: npt.NDArray[np.int64], rows: Tensor
+    ) -> list[RunScores]:
         """Run an attack on the last activations, or on features, with the same known labels."""
-        positions, activations = self._last.seen()
-        rows = activations if features is None else features
         labels = self._labels_at(positions)
         return final_scores(attack, positions, rows, labels, self.classes, SEED)
 

@@ -1,9 +1,7 @@
 """Texts and sequences reach a model by name, which may begin with an encoder from a file."""
 
 import base64
-import csv
 import json
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,23 +11,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
-from splitveil import DataError, Run, SettingsError, models, predict, simulate
+from splitveil import DataError, SettingsError, models, simulate
 from splitveil.common.data import sequences
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.models.factory import build_bottom_model
-from tests.api.test_own_models import call_of
-from tests.api.test_simulate import ONE_CORE, columns_of, weights_of
+from tests.api.test_simulate import ONE_CORE
 from tests.data.test_data_columns import load
 from tests.models.test_models import custom
-from tests.support.equality import assert_same_weights
 from tests.support.peers import Lost, dying
-from tests.support.processes import started
 from tests.support.runs import (
     ACTIVE,
     CONTRACT,
@@ -111,48 +106,6 @@ def write_folder(folder: Path, rows: int = 240) -> None:
     optimizer = {"kind": "adam", "learning_rate": 0.02, "rates": {"encoder": 1e-4}}
     passive = {**PASSIVE, "data": own_data, "bottom_model": model, "optimizer": optimizer}
     write_yaml(folder, contract=CONTRACT, active=ACTIVE, passive=passive)
-
-
-def test_a_pretrained_encoder_trains_slower_and_its_embeddings_not_at_all(tmp_path: Path) -> None:
-    """The same bits in two processes; what comes out of the run gives the same outputs."""
-    write_folder(tmp_path)
-    (run,) = simulate(
-        tmp_path, settings={**ONE_CORE, "contract.pipeline_depth": 2}, attacks=["norm"]
-    )
-    before, after = load_file(tmp_path / ENCODER), weights_of(run.path, "passive")
-    moved = {name: (after[f"encoder.{name}"] - one).abs().max() for name, one in before.items()}
-    assert moved.pop("embeddings.weight") == 0
-    steps = 2 * -(-240 * 6 // 640)
-    assert all(0 < float(one) < 1e-4 * 3 * steps for one in moved.values())
-
-    for party in ("active", "passive"):
-        shutil.copy(run.path / party / "settings.yaml", tmp_path / f"{party}.yaml")
-    with started(tmp_path, f"contract.run_name={run.name}") as pair:
-        assert pair.wait() == (0, 0), pair.outputs
-    there = Run(tmp_path / "runs" / run.name)
-    assert_same_weights(after, weights_of(there.path, "passive"))
-
-    report = (there.path / "passive" / "report.html").read_text()
-    assert "of sequences or texts, or with too few records of most values: note, visits" in report
-
-    predicted = columns_of(predict(run, model="trained"))
-    ids = predicted["id"][:5]
-    rows, own = run.features("passive", ids), run.features("active", ids)
-    with torch.no_grad():
-        activation = run.model("passive")(rows)
-        found = run.model("active")(activation, own).sigmoid()
-    torch.testing.assert_close(found, torch.tensor(predicted["probability"][:5]))
-    with (tmp_path / "passive.csv").open() as file:
-        written = {row["id"]: float(row["x1"]) for row in csv.DictReader(file)}
-    numbers = torch.tensor([[written[name]] for name in ids], dtype=torch.float64)
-    for kind in ("torch.export", "onnx"):
-        _, path = run.export(tmp_path / "out", kind)
-        found = call_of(path)(numeric=numbers, tokens=rows.tokens, lengths=rows.lengths)
-        torch.testing.assert_close(found, activation, rtol=1e-4, atol=1e-5)
-    # Whoever encodes rows for the exported half needs no other file.
-    (tmp_path / "tokenizer.json").unlink()
-    state = json.loads((tmp_path / "out" / "passive.encoder.json").read_text())
-    assert "[CLS]" in state["sequences"][0]["tokenizer"]
 
 
 def parties_in(folder: Path, *passive: str, runs: Path | None = None) -> Parties:

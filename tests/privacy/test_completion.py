@@ -159,6 +159,24 @@ def test_a_run_s_last_activations_are_attacked_at_the_cut() -> None:
     }
 
 
+def test_a_batch_may_be_added_while_figures_are_made() -> None:
+    """Features are those of the examples seen before: attacks on a slow machine go on meanwhile."""
+    audit = LeakAudit(["completion_10"], num_examples=80)
+    labels, values = torch.arange(80) % 2, torch.sin(torch.arange(240.0)).reshape(80, 3)
+
+    def observe(step: int) -> None:
+        rows = torch.arange(40) + 40 * step
+        batch = Observation(0, step, {"cut": values[rows]}, labels[rows], positions=rows)
+        audit.observe(dataclasses.replace(batch, activations=values[rows]))
+
+    def features(positions: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> Tensor:
+        observe(1)
+        return values[torch.from_numpy(positions)]
+
+    observe(0)
+    assert audit.run.result(features)[0]["cut"]["completion_10"].examples == 30
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_without_activations_nothing_is_found(name: str) -> None:
     audit = LeakAudit([name], num_examples=8)

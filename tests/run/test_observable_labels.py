@@ -451,5 +451,6 @@ def test_work_that_depends_on_labels_would_show(
         learn(self)
 
     monkeypatch.setattr(TopTrainer, "learn", unevenly)
+    active = [RESPONSE, "leak_monitor=null"]
     with pytest.raises(AssertionError, match=r"aten\.zeros"):
-        assert_same_for_both_labels(tmp_path, "two classes", "", [RESPONSE], [])
+        assert_same_for_both_labels(tmp_path, "two classes", "", active, [])

@@ -239,8 +239,8 @@ class Troubled(PartyPeer):
         self._old = None
         try:
             return super().handshake(party, contract_json, commitment, offer)
-        except NotOpen:  # killed meanwhile
-            return super().handshake(party, contract_json, commitment, offer)
+        except NotOpen:  # killed meanwhile: asks again, as after a lost connection
+            return self.handshake(party, contract_json, commitment, offer)
 
     def send_held_out(self, activation: Activation) -> None:
         if self._world.is_eager:
@@ -425,6 +425,13 @@ SOME = st.lists(
     min_size=1,
     max_size=8,
 )
+KILLED_DURING_HANDSHAKES = [
+    Trouble("active killed before", 2, 1),
+    Trouble("active killed before", 3, 1),
+    Trouble("passive set back", 2),
+]
+"""The active party's process ends while the first passive party waits for the second one."""
+
 DERANDOMIZED = settings(
     derandomize=True, database=None, deadline=None, phases=[Phase.explicit, Phase.generate]
 )
@@ -437,6 +444,7 @@ DERANDOMIZED = settings(
 @example(Way(), [Trouble("active killed before it learns", 0)])
 @example(Way(), [Trouble("passive set back", 6), Trouble("other bytes after a return", 7)])
 @example(Way(parties=2), [Trouble("passive killed after", 0, 1), Trouble("active set back", 0)])
+@example(Way(depth=4, checkpoint_steps=5, parties=2), KILLED_DURING_HANDSHAKES)
 @given(WAYS, SOME)
 def test_whatever_happens_a_run_ends_as_if_nothing_had_happened(
     way: Way, troubles: Sequence[Trouble]

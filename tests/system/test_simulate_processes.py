@@ -1,6 +1,8 @@
 """``simulate`` in several processes, and what a simulation exports to two real ones."""
 
+import json
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -14,8 +16,12 @@ import torch
 from pyarrow import csv
 from safetensors.torch import load_file
 
-from splitveil import Run, SettingsError, SplitveilError, simulate
+from splitveil import Run, SettingsError, SplitveilError, predict, simulate
+from tests.api.test_own_models import call_of
+from tests.api.test_sequences import ENCODER, write_folder
+from tests.api.test_simulate import columns_of, weights_of
 from tests.support.equality import assert_same_weights
+from tests.support.processes import started
 from tests.support.programs import run_program
 from tests.support.runs import write_example
 
@@ -94,3 +100,45 @@ def test_an_exported_run_has_its_bits_at_real_parties(defense: str, tmp_path: Pa
     assert [one for one in run.rows("attacks") if one["party"] == "active"] == there.rows("attacks")
     assert run.bounds == there.bounds
     assert run.test_auc == there.summary["test_auc"] == there.test_auc
+
+
+def test_a_pretrained_encoder_trains_slower_and_its_embeddings_not_at_all(tmp_path: Path) -> None:
+    """The same bits in two processes; what comes out of the run gives the same outputs."""
+    write_folder(tmp_path)
+    (run,) = simulate(
+        tmp_path, settings={**ONE_CORE, "contract.pipeline_depth": 2}, attacks=["norm"]
+    )
+    before, after = load_file(tmp_path / ENCODER), weights_of(run.path, "passive")
+    moved = {name: (after[f"encoder.{name}"] - one).abs().max() for name, one in before.items()}
+    assert moved.pop("embeddings.weight") == 0
+    steps = 2 * -(-240 * 6 // 640)
+    assert all(0 < float(one) < 1e-4 * 3 * steps for one in moved.values())
+
+    for party in ("active", "passive"):
+        shutil.copy(run.path / party / "settings.yaml", tmp_path / f"{party}.yaml")
+    with started(tmp_path, f"contract.run_name={run.name}") as pair:
+        assert pair.wait() == (0, 0), pair.outputs
+    there = Run(tmp_path / "runs" / run.name)
+    assert_same_weights(after, weights_of(there.path, "passive"))
+
+    report = (there.path / "passive" / "report.html").read_text()
+    assert "of sequences or texts, or with too few records of most values: note, visits" in report
+
+    predicted = columns_of(predict(run, model="trained"))
+    ids = predicted["id"][:5]
+    rows, own = run.features("passive", ids), run.features("active", ids)
+    with torch.no_grad():
+        activation = run.model("passive")(rows)
+        found = run.model("active")(activation, own).sigmoid()
+    torch.testing.assert_close(found, torch.tensor(predicted["probability"][:5]))
+    table = csv.read_csv(tmp_path / "passive.csv")
+    written = dict(zip(table["id"].to_pylist(), table["x1"].to_pylist(), strict=True))
+    numbers = torch.tensor([[written[name]] for name in ids], dtype=torch.float64)
+    for kind in ("torch.export", "onnx"):
+        _, path = run.export(tmp_path / "out", kind)
+        found = call_of(path)(numeric=numbers, tokens=rows.tokens, lengths=rows.lengths)
+        torch.testing.assert_close(found, activation, rtol=1e-4, atol=1e-5)
+    # Whoever encodes rows for the exported half needs no other file.
+    (tmp_path / "tokenizer.json").unlink()
+    state = json.loads((tmp_path / "out" / "passive.encoder.json").read_text())
+    assert "[CLS]" in state["sequences"][0]["tokenizer"]

@@ -15,6 +15,7 @@ from splitveil.common.data.features import Features
 from splitveil.common.errors import SettingsError
 from splitveil.common.models import optimizers
 from splitveil.common.models.device import restoring_devices, use_device
+from splitveil.common.privacy import final_attacks
 from splitveil.common.privacy.attacks import ATTACKS, RUN_ATTACKS, SideInformation
 from tests.support.equality import assert_same
 from tests.support.inference import write_wide_deep
@@ -82,8 +83,11 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("table", "defense"), PATHS)
-def test_training_and_predicting(tables: Path, tmp_path: Path, table: str, defense: str) -> None:
+def test_training_and_predicting(
+    tables: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: str, defense: str
+) -> None:
     """A defense computes the same with audits and without; they run once for each kind of label."""
+    monkeypatch.setattr(final_attacks, "_STEPS", 3)  # each of them is the same for a device
     settings: dict[str, Any] = {"contract.epochs": 1, "active.insecure_nonce_seed": 1}
     for party in ("active", "passive"):
         settings |= {f"{party}.device": "cuda:0", f"{party}.torch_threads": 1}

@@ -300,7 +300,7 @@ def test_the_report_says_what_its_figures_are_of(
     page = write_report(example / "runs", tmp_path / "report.html").read_text()
     assert "This run has 4 classes" in page
     assert "positives from negatives" not in page
-    assert "even of those that are separated best" in page
+    assert "Attack: the two classes separated best." in page
     figures = summary["leak_classes"]["cut"]["cosine"]
     assert " and ".join(figures["worst_pair"]) in page
     assert f"{figures['worst_pair_auc']:.3f}" in page

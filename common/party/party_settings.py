@@ -3,10 +3,11 @@
 import argparse
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, Tag, ValidationError
 
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import SettingsError
@@ -232,6 +233,7 @@ def load_party_settings(
     )
     # Stands in for one that cannot be read, so that all problems are named at once.
     contract = Contract(run_name="unreadable", cut_shape=(1,), batch_size=1, epochs=1)
+    read: dict[str, Any] = {}
     try:
         if isinstance(given, str):
             agreed = path.parent / given
@@ -244,6 +246,9 @@ def load_party_settings(
             problems.append(f"{path}: contract: expected the path of the contract's file")
     except SettingsError as error:
         problems += error.problems
+        for name, value in read.items():  # what is right in it decides what else is
+            with suppress(ValidationError):
+                contract = Contract.model_validate(dict(contract) | {name: value})
     try:
         settings = validate(
             section, {**values, "contract": contract, "base_dir": path.parent}, str(path)

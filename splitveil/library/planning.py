@@ -135,7 +135,8 @@ def plan(
     given = from_here(settings or {}) if active is not None else dict(settings or {})
     texts = [override(name, model_settings(value)) for name, value in given.items()]
     if defense is not None:
-        texts.append(override("active.defense", dict(named_defense(defense).settings)))
+        chosen = named_defense(defense).overrides
+        texts += [one for one in chosen if not one.startswith("passive.")]
     overrides = Overrides(texts)
     if overrides.owners() - {ACTIVE, "contract"}:
         raise SettingsError("settings: a plan reads those of the active party and the contract")

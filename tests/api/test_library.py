@@ -271,6 +271,8 @@ def test_a_plan_has_a_frame_and_prints_itself(monkeypatch: pytest.MonkeyPatch) -
     assert plan("breast_cancer", settings=own).to_json() == found.to_json()
     file = ROOT / "deploy" / "examples" / "breast_cancer" / "active.yaml"
     assert "defense marvell" in repr(plan(file))
+    (answer, *_) = plan(file, defense="one_shot").to_json()["answers"]
+    assert answer["bound_anybody"] == 0.5  # and not that of a run with gradients
 
 
 def test_a_plan_reads_a_table_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

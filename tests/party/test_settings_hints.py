@@ -183,3 +183,13 @@ def test_a_mistake_is_answered_with_what_is_expected_and_what_may_be_meant(
     (line,) = str(refused.value).splitlines()
     assert message.format(folder) in line
     assert "Input" not in line
+
+
+def test_a_mistake_in_the_contract_is_not_blamed_on_what_depends_on_its_other_settings(
+    label_owner: Path,
+) -> None:
+    chosen = ["contract.exchange=one_shot", "defense={name: none}", "run_budget={leak_auc: 0.6}"]
+    load_party_settings(ActiveSettings, label_owner, chosen)
+    with pytest.raises(SettingsError, match="batch_size: expected at least 1") as refused:
+        load_party_settings(ActiveSettings, label_owner, [*chosen, "contract.batch_size=0"])
+    assert len(str(refused.value).splitlines()) == 1

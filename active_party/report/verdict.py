@@ -17,12 +17,13 @@ from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
 from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.ledger.budget import LEARNED_FROM_LABELS
 from splitveil.active_party.report.run_files import RunFiles
-from splitveil.active_party.report.tables import estimate_of
+from splitveil.active_party.report.tables import Estimate, estimate_of
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.data.settings import ONE_NUMBER
 from splitveil.common.party.cover import ended_early_by
 from splitveil.common.privacy.charge import Adversary
 from splitveil.common.record.assessment import Finding, LeakAssessment, passes_stated
+from splitveil.common.record.run_record import ModelFigures
 from splitveil.common.text.wording import at_least, at_most, auc_at_most
 
 Outcome = Literal["pass", "fail", "open", "unknown"]
@@ -364,8 +365,7 @@ def _other_checks(run: RunFiles, leak: LeakAssessment, passed: Sequence[str]) ->
         why = "The largest charge of any example, all answers together."
         yield Check(_BUDGET, "pass" if held else "fail", figure, f"≤ {limit:g}", why)
     model = run.active.summary.of_active.model
-    test, alone = model.test, model.alone
-    found = None
+    test, found = model.test, None
     if test.auc is not None:
         found = estimate_of(test.auc, read_predictions(run.active.folder))
     figure = test.in_words(4) if found is None else found.in_words()
@@ -380,11 +380,25 @@ def _other_checks(run: RunFiles, leak: LeakAssessment, passed: Sequence[str]) ->
             outcome = "open"
             why = "The test rows are too few: the 95 % interval contains the smallest accepted."
         yield Check(_QUALITY, outcome, figure, f"≥ {least:g}", why)
-    if alone is not None and test.score is not None and alone.score is not None:
-        outcome, why = "pass" if test.score > alone.score else "fail", _WORTH
-        if outcome == "pass" and found is not None and found.low <= alone.score:
-            outcome, why = "open", f"The 95 % interval contains that figure. {_WORTH}"
-        yield Check(_ALONE, outcome, figure, alone.better_in_words, why)
+    yield from _worth(run, model, found)
+
+
+def _worth(run: RunFiles, model: ModelFigures, found: Estimate | None) -> Iterator[Check]:
+    """Hold the joint model against one of the active party's own features."""
+    test, alone = model.test, model.alone
+    if alone is None or test.score is None or alone.score is None:
+        return
+    figure = test.in_words(4) if found is None else found.in_words()
+    outcome: Outcome = "pass" if test.score > alone.score else "fail"
+    why = _WORTH
+    if outcome == "pass" and found is not None and found.low <= alone.score:
+        outcome, why = "open", f"The 95 % interval contains that figure. {_WORTH}"
+    refit, predicts = model.refit, run.active.setting("inference", "model") != "trained"
+    is_better = refit is not None and refit.score is not None and refit.score > alone.score
+    if outcome == "fail" and refit is not None and is_better and predicts:
+        better = f"The refitted model, which predicts, has {refit.in_words(4)}"
+        outcome, why = "open", f"{better}, but no interval is known. {_WORTH}"
+    yield Check(_ALONE, outcome, figure, alone.better_in_words, why)
 
 
 def _end_checks(run: RunFiles) -> Iterator[Check]:

@@ -204,6 +204,9 @@ def test_what_was_not_measured_or_has_not_ended_passes_nothing(tmp_path: Path) -
     assert outcomes(decision)["the run has ended"] == decision.outcome == "open"
 
 
+WORSE, ALONE = PredictionFigures(auc=0.75), PredictionFigures(auc=0.8)
+
+
 @pytest.mark.parametrize(
     ("settings", "model", "expected"),
     [
@@ -223,7 +226,15 @@ def test_what_was_not_measured_or_has_not_ended_passes_nothing(tmp_path: Path) -
         ),
         (
             BUDGET,
-            ModelFigures(PredictionFigures(auc=0.75), alone=PredictionFigures(auc=0.8)),
+            ModelFigures(WORSE, alone=ALONE),
+            "fail",
+        ),
+        # Where the refitted one predicts, it is not judged by the other.
+        (BUDGET, ModelFigures(WORSE, refit=PredictionFigures(auc=0.85), alone=ALONE), "open"),
+        (BUDGET, ModelFigures(WORSE, refit=PredictionFigures(auc=0.79), alone=ALONE), "fail"),
+        (
+            BUDGET | {"inference": {"model": "trained"}},
+            ModelFigures(WORSE, refit=PredictionFigures(auc=0.85), alone=ALONE),
             "fail",
         ),
     ],

@@ -267,7 +267,7 @@ class _Search:
         for path in sorted(one for one in folder.rglob("*") if one.name not in self._digests):
             if what := next((_UNSEARCHED[one] for one in _UNSEARCHED if path.match(one)), None):
                 self._may(path, what, AGAIN, may_have)
-        if (left := folder.with_name(f".{folder.name}.exchanges")).exists():
+        if any((left := folder.with_name(f".{folder.name}.exchanges")).glob("*")):
             about = "blinded ids of an interrupted alignment", "delete it if the run is given up"
             self._may(left, *about, may_have)
 

@@ -153,7 +153,8 @@ def test_the_run_trains_on_the_common_ids_and_leaves_what_the_page_names(
     for name in answers[0].keys() - by_hand:
         given = {one[name] for one in answers} - {"other page"}
         assert given in ({"ticked"}, {"does not apply"}), name
-    assert ours["outcome"] in {"pass", "fail"}
+    # Of so few rows, a gain over the label owner's own columns is not always shown.
+    assert ours["outcome"] in {"pass", "fail"} or ours["verdict"] == "No gain shown"
     assert theirs["outcome"] == "within"
     report = machines.folders["label-owner"] / "runs" / "churn-2026-03" / "active" / "report.html"
     assert report.is_file()

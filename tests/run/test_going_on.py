@@ -72,6 +72,64 @@ def killed(
     return first, build_parties(folder, active, passive, runs=runs)
 
 
+@pytest.mark.parametrize("defense", ["{name: none}", "{name: marvell, insecure_noise_seed: 7}"])
+def test_with_both_parties_killed_the_run_goes_back_and_ends_alike(
+    example: Path, tmp_path: Path, defense: str
+) -> None:
+    active = [EVERY_2, f"defense={defense}"]
+    whole, (_, second) = ran(example, active), killed(example, tmp_path, active, 3)
+    run_on(second)
+    assert second.active.resumed != []
+    assert_same(second, whole)
+
+
+class ForgetsTheActive(InProcessPeer):
+    anew: Parties
+    at = 3
+    _calls = 0
+
+    def receive_gradient(self) -> Answer:
+        self._calls += 1
+        if self._calls == self.at:
+            self.anew.session.reopen()
+            self._session = self.anew.session
+        try:
+            return super().receive_gradient()
+        except NotOpen as error:
+            raise PeerRestarted from error  # as the status of this error means on the other side
+
+
+def test_with_the_active_party_killed_the_passive_one_goes_back_with_it_once(
+    example: Path, tmp_path: Path
+) -> None:
+    active = [EVERY_2, "defense={name: marvell, insecure_noise_seed: 7}"]
+    whole = ran(example, active)
+    parties = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    ForgetsTheActive.anew = build_parties(example, active, [EVERY_2], runs=tmp_path)
+    run_in_process(parties, ForgetsTheActive)
+    parties.session, parties.active = ForgetsTheActive.anew.session, ForgetsTheActive.anew.active
+    assert parties.passive.resumed == [0]
+    assert_same(parties, whole)
+
+
+def test_a_step_done_again_with_other_bytes_is_refused_for_good(
+    example: Path, tmp_path: Path
+) -> None:
+    """Another activation with the same noise would give the noise away, and fresh noise a copy."""
+    active = [EVERY_2, "defense={name: marvell, insecure_noise_seed: 7}"]
+    killed(example, tmp_path, active)
+    second = build_parties(example, active, [EVERY_2, "model_seed=5"], runs=tmp_path)
+    training = second.run.reopen()
+    assert training is not None
+    with torch.no_grad():
+        next(training.trainer.model.parameters()).add_(1e-3)
+    training.save()
+    second.session.reopen()
+    with pytest.raises(OutOfStep, match="other bytes"):
+        run_in_process(second)
+    assert second.active.sent == []
+
+
 @pytest.mark.parametrize("defense", ["marvell", "gafm"])
 def test_without_seeds_the_noise_of_a_step_done_again_is_the_same(
     example: Path, tmp_path: Path, defense: str

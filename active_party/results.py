@@ -55,7 +55,7 @@ from splitveil.common.text.wording import VERSION
 logger = logging.getLogger("splitveil.active_party")
 
 _EPOCHS_ALONE = 50
-ACTIVATIONS = "activations.safetensors"
+_ACTIVATIONS = "activations.safetensors"
 
 _WHAT_NOW = (
     "the same command trains nothing; a larger run_budget resumes the run, and "
@@ -143,7 +143,7 @@ def save_results(
     trainer = session.lifecycle.trainer
     if trainer is None:
         return None
-    for stale in (model_files.REFITTED, ACTIVATIONS):
+    for stale in (model_files.REFITTED, _ACTIVATIONS):
         model_files.delete_saved(folder, stale)
     is_one_shot, is_over = settings.contract.is_one_shot, session.stage is Stage.FINISHED
     refit: PredictionFigures | None = None
@@ -238,7 +238,7 @@ def _save_activations(
         "activations": trainer.memory.at(torch.arange(len(rows))),
     }
     metadata = model_files.identity_metadata(_identity(session), settings.contract)
-    model_files.save_tensors(folder, ACTIVATIONS, tensors, metadata)
+    model_files.save_tensors(folder, _ACTIVATIONS, tensors, metadata)
 
 
 def read_activations(
@@ -248,8 +248,8 @@ def read_activations(
 
     ``of_run`` is the metadata of the run's model. Raises SettingsError.
     """
-    path = folder / "checkpoint" / ACTIVATIONS
-    said = model_files.metadata_of(path.parent, ACTIVATIONS, "refit")
+    path = folder / "checkpoint" / _ACTIVATIONS
+    said = model_files.metadata_of(path.parent, _ACTIVATIONS, "refit")
     if not of_run.items() >= said.items():
         raise SettingsError(f"{path}: expected the activations of the run whose model is there")
     try:

@@ -46,7 +46,6 @@ _RUNS = "runs"
 _PERSONS = "persons"
 _CHARGED_BY = "charged_by"
 _DIGEST_BYTES = 16
-_ROW, _PERSON = b"leak account", b"leak person"  # what a name is of
 _RULES_BYTES = 64 * 1024
 
 
@@ -238,11 +237,6 @@ class AccountBook:
             person_of[at[named]] = at_person[which]
         return AccountBook(names, closed, self.id_rules, self.runs, person_of)
 
-    def has(self, ids: Sequence[str]) -> npt.NDArray[np.bool_]:
-        """Return which canonical ids, of rows or of persons, have an account, (ids,)."""
-        found = (indices_of(names_of(ids, purpose), self.names) >= 0 for purpose in (_ROW, _PERSON))
-        return np.logical_or(*found)
-
     def persons(self, length: int) -> Positions:
         """Return a copy of ``person_of`` for so many accounts; the new ones have none."""
         persons = np.full(length, -1)
@@ -309,10 +303,10 @@ def check_id_rules(id_rules: bytes, expected: bytes, where: str) -> None:
 def persons_of(subjects: npt.NDArray[np.object_], ids: Iterable[str]) -> Names:
     """Return the name of each row's person, (rows, 16); a row without one, "", has its id's."""
     without = (subjects == "")[:, None]
-    return np.where(without, names_of(ids), names_of(subjects, _PERSON))
+    return np.where(without, names_of(ids), names_of(subjects, b"leak person"))
 
 
-def names_of(ids: Iterable[str], purpose: bytes = _ROW) -> Names:
+def names_of(ids: Iterable[str], purpose: bytes = b"leak account") -> Names:
     """Return a digest of each canonical id, (ids, 16)."""
     digests = (
         hashlib.blake2b(one.encode(), digest_size=_DIGEST_BYTES, person=purpose).digest()

@@ -26,7 +26,7 @@ from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions, SplitName
 
-PREDICTIONS = "test_predictions.safetensors"
+_FILE = "test_predictions.safetensors"
 
 _DIGEST_BYTES = 16
 
@@ -140,11 +140,6 @@ class StoredPredictions(NamedTuple):
     """0 or 1, or class indices, (rows,) int64; or shares of the range, (rows,) float64."""
     training_rows: bytes
 
-    def has(self, ids: Iterable[str]) -> npt.NDArray[np.bool_]:
-        """Return which canonical ids have a prediction, (ids,)."""
-        known = set(map(bytes, self.ids))
-        return np.array([bytes(one) in known for one in _digests(ids)])
-
 
 def save_predictions(
     folder: Path, ids: Sequence[str], rows: AlignedRows, predictions: HeldOutPredictions
@@ -159,11 +154,11 @@ def save_predictions(
             bytearray(_digest_of(ids, rows, rows.splits["train"])), dtype=torch.uint8
         ),
     }
-    save_tensors(folder, PREDICTIONS, tensors)
+    save_tensors(folder, _FILE, tensors)
 
 
 def read_predictions(folder: Path) -> StoredPredictions | None:
-    path = folder / "checkpoint" / PREDICTIONS
+    path = folder / "checkpoint" / _FILE
     if not path.is_file():
         return None
     try:

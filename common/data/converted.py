@@ -265,7 +265,7 @@ def open_converted(
         reason = error.strerror or type(error).__name__
         raise StorageError(f"{folder}: cannot be used as a cache: {reason}") from error
     try:
-        return open_copy(folder)
+        return _open(folder)
     except (OSError, ValueError, LookupError) as error:
         raise StorageError(
             f"{folder}: damaged ({type(error).__name__}); delete it to convert the file again"
@@ -320,8 +320,7 @@ def _convert(
         raise
 
 
-def open_copy(folder: Path) -> Table:
-    """Map a copy; OSError, ValueError or LookupError if it is damaged."""
+def _open(folder: Path) -> Table:
     found = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
     num_rows, numeric = found["rows"], found["numeric"]
     kinds = ("categorical", "lists", "sequences")

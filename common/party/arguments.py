@@ -131,14 +131,6 @@ def add_party_commands(commands: Commands) -> None:
     serve = _add_command(commands, "serve", purpose, "passive.yaml")
     about = "table with the features to answer from (default: data.source of the settings)"
     serve.add_argument("--data", type=Path, metavar="FILE", help=about)
-    purpose = "say which of this party's files hold a person's id; an id is read, and never written"
-    find = _add_command(commands, "find", purpose, "passive.yaml --ids ids.txt")
-    about = "an id to look for (may be repeated); a shell keeps what is typed"
-    find.add_argument("--id", action="append", default=[], metavar="ID", help=about)
-    about = "file with the ids, as for predict (default: one per line from the standard input)"
-    find.add_argument("--ids", type=Path, metavar="FILE", help=about)
-    about = "file of ids elsewhere, such as an output of predict or align (may be repeated)"
-    find.add_argument("--also", type=Path, action="append", default=[], metavar="FILE", help=about)
     purpose = "check that a transcript is intact and matches the other party's transcript"
     example = "transcript.jsonl --against theirs.jsonl"
     verify = _add(commands, "verify-transcript", purpose, example)
@@ -262,7 +254,6 @@ _OF_PARTIES = {"align", "predict", "run", "serve"}
 _ANY = "splitveil"  # where a command serves no party more than another
 _ELSEWHERE = {
     "verify_transcript": "splitveil.common.party.command_line:verify_transcript",
-    "passive find": "splitveil.common.party.id_search:find",
     "passive plan": "splitveil.passive_party.exposure_plan:plan",
     "passive report": "splitveil.passive_party.report_page:report",
 }

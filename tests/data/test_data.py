@@ -76,7 +76,7 @@ def converted(file: CsvFile, names: list[str], folder: Path) -> Rows:
         converted_module.convert(
             data_settings(source=source, features=chosen), file, folder / "cache", lambda _: None
         )
-    table = converted_module.open_copy(folder / "cache")
+    table = converted_module._open(folder / "cache")
     return list(zip(*(categories(table, name) for name in names), strict=True))
 
 

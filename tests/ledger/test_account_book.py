@@ -12,8 +12,7 @@ import pytest
 from safetensors.torch import load, save
 
 from splitveil.active_party.defenses import Charge, noise_digest
-from splitveil.active_party.ledger.account_book import AccountBook, names_of, persons_of
-from splitveil.active_party.ledger.ledger import LeakLedger
+from splitveil.active_party.ledger.account_book import AccountBook, persons_of
 from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.settings import DataSettings
 from splitveil.common.errors import DataError, SettingsError
@@ -286,9 +285,3 @@ def test_a_row_without_a_person_has_one_of_its_own(tmp_path: Path) -> None:
         read_subjects(settings, tmp_path, "nobody")
     with pytest.raises(SettingsError, match="'own1' is a feature, too"):
         read_subjects(settings, tmp_path, "own1")
-
-
-@pytest.mark.parametrize("purpose", [b"leak account", b"leak person"])
-def test_a_book_says_which_rows_and_persons_have_an_account(purpose: bytes) -> None:
-    book = AccountBook(names_of(["a", "b"], purpose), LeakLedger(2))
-    assert book.has(["b", "c"]).tolist() == [True, False]

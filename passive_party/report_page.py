@@ -219,7 +219,7 @@ def _assessment(
         "in passive.yaml."
     )
     style, word = "unknown", "No gain measured, none excluded"
-    if isinstance(max_exposure, float):
+    if isinstance(max_exposure, int | float):
         is_above = exposure.disclosure > max_exposure
         style = "fail" if is_above else "within"
         word = f"Average {'above' if is_above else 'within'} the limit, {max_exposure:g}"

@@ -83,7 +83,6 @@ def write_comparison(run_dirs: Sequence[Path], output: Path) -> Path:
 
 def try_to_report(run_dir: Path) -> None:
     """Write the report of a run that is over; its results are safe even if that fails."""
-    logger.info("writing the report")
     try:
         logger.info("report written to %s", write_report(run_dir))
     except SplitveilError as error:  # a full disk needs no traceback
@@ -139,6 +138,10 @@ def _write_cover(run: RunFiles, verdict: Verdict) -> None:
         within = CheckAnswer("no", "The label owner's settings have no limit.")
     elif not run.guarantee <= target + 1e-9:
         within = CheckAnswer("no", f"There is no bound within {100 * target:g} of 100 pairs.")
+    elif verdict.leak.reveals_nothing:
+        within = CheckAnswer("ticked", "Nothing that was sent depends on an outcome.")
+    elif not verdict.leak.is_proved:
+        within = bound
     elif not has_budget:
         within = CheckAnswer("no", "No budget limits all runs together.")
     else:
@@ -189,9 +192,12 @@ def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
         said = f"No bound against a company that tries; only one that {held}.{allowed}"
         return ScaleRow(f"Labels: no bound{limit}", "muted", 0.0, 1.0, most=most, said=said)
     words = f"Labels: at most {100 * bound:g} of 100 pairs{limit}"
-    if leak.bound == 0.5:
+    if leak.reveals_nothing:
         said = f"Nothing that was sent depends on one: 50 of 100 pairs, which is guessing.{allowed}"
         return ScaleRow(words, "guarantee", 0.0, 0.0, said=said)
+    if not leak.is_proved:
+        said = f"By what the defense states without a proof, {100 * bound:g} of 100.{allowed}"
+        return ScaleRow(f"{words}, stated", "muted", 0.0, 2 * bound - 1, most=most, said=said)
     counted = (
         "all training rows of a person together" if leak.is_of_persons else "each training row"
     )

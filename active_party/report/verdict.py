@@ -117,7 +117,7 @@ def verdict_of(run: RunFiles) -> Verdict:
     outcome: Outcome = "open" if "open" in outcomes or not outcomes else "pass"
     outcome = "fail" if "fail" in outcomes else outcome
     missed = ", ".join(check.name for check in checks if check.outcome == outcome)
-    said_of_leak = leak, _answer(run, leak, passed), _strongest(leak), _not_anybody(run, leak)
+    said_of_leak = leak, _answer(run, leak, passed), _strongest(run, leak), _not_anybody(run, leak)
     ended_by = ended_early_by(run.active.folder)
     if target is None:
         shown: Outcome = "fail" if leak.is_recovered or passed else "unknown"
@@ -157,16 +157,23 @@ def target_of(run: RunFiles) -> tuple[float | None, str]:
     return _NOTHING if run.is_one_shot and run.guarantee == _NOTHING[0] else (None, "")
 
 
-def _strongest(leak: LeakAssessment) -> str:
+def _without_gradients(run: RunFiles, leak: LeakAssessment) -> str:
+    """Say what a run sent in the place of gradients."""
+    if leak.bound == 0.5 or not run.active.setting("contract", "release"):
+        return "Nothing that depends on a label was sent."
+    if leak.bound is None:
+        return "There was no gradient to attack."
+    sent = "A noisy label of each training row was"
+    if leak.is_computational:
+        sent = "Sums of the training rows' labels with noise were"
+    return f"{sent} sent, and no gradient to attack."
+
+
+def _strongest(run: RunFiles, leak: LeakAssessment) -> str:
     """Say what the strongest attack reaches, in pairs."""
     strongest = leak.strongest
     if not leak.has_gradients:
-        if leak.bound == 0.5:
-            return "Nothing that depends on a label was sent."
-        sent = "A noisy label of each training row was"
-        if leak.is_computational:
-            sent = "Sums of the training rows' labels with noise were"
-        return f"{sent} sent, and no gradient to attack."
+        return _without_gradients(run, leak)
     if leak.explained is not None:
         found = leak.figure_in_words(None)
         return f"The strongest attack that was run {found}. Another attack may do better."
@@ -223,7 +230,7 @@ def _answer(run: RunFiles, leak: LeakAssessment, passed: Sequence[str]) -> str:
     if len(run.active.setting("contract", "passive_parties") or ()) > 1:
         others, does = "the other companies", "do, they distinguish"
     whose = "its own data reveal" if others == "the other company" else "their own data reveal"
-    if leak.adversary is Adversary.ANYBODY and leak.bound == 0.5:
+    if leak.reveals_nothing:
         return f"{early}This run tells {others} nothing of the labels beyond what {whose}."
     if leak.adversary is None or leak.bound is None or leak.above_bound:
         found = _attacked(run, leak)
@@ -393,11 +400,12 @@ def _worth(run: RunFiles, model: ModelFigures, found: Estimate | None) -> Iterat
     why = _WORTH
     if outcome == "pass" and found is not None and found.low <= alone.score:
         outcome, why = "open", f"The 95 % interval contains that figure. {_WORTH}"
-    refit, predicts = model.refit, run.active.setting("inference", "model") != "trained"
-    is_better = refit is not None and refit.score is not None and refit.score > alone.score
-    if outcome == "fail" and refit is not None and is_better and predicts:
-        better = f"The refitted model, which predicts, has {refit.in_words(4)}"
-        outcome, why = "open", f"{better}, but no interval is known. {_WORTH}"
+    refit, is_better = model.refit, outcome != "fail"
+    predicts = refit is not None and run.active.setting("inference", "model") != "trained"
+    score = refit.score if refit is not None and predicts else None
+    if refit is not None and score is not None and (score > alone.score) is not is_better:
+        has = f"The refitted model, which predicts, has {refit.in_words(4)}"
+        outcome, why = "open", f"{has}, and no interval is known. {_WORTH}"
     yield Check(_ALONE, outcome, figure, alone.better_in_words, why)
 
 

@@ -363,7 +363,8 @@ class Lifecycle:
     def start_over(self, nonce: bytes) -> None:
         """Drop a run about which nothing was answered, with the nonce that a party has seen."""
         self.run, self.common = OpenRun.new(nonce, self.run.dropped | {self.run.run_id}), None
-        if self.stages.current is Stage.FINISHED:  # with the alignment: a party has not heard of it
+        # A run that only aligns is finished before each party has heard of it.
+        if self.build_trainer is None and self.stages.current is Stage.FINISHED:
             self.stages.move_to(Stage.TRAINING)
         for party in self.parties:
             party.forget_alignment()

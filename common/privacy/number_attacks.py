@@ -210,7 +210,7 @@ class GradientSums(RunAudit):
             known[places] = labels[chosen]
 
     def _seen(self) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
-        """Return what is known of the examples that were visited; None without any.
+        """Return the figures of the examples that were visited; None without any.
 
         Their sums of gradients, (examples, row_dim), what the ridge regression looks at, their
         labels, (examples,), and their positions in the common order, ascending, (examples,).

@@ -115,6 +115,12 @@ class LeakAssessment:
         return f"at most {auc_at_most(self.bound)} for {self.adversary.in_words}{how}"
 
     @property
+    def reveals_nothing(self) -> bool:
+        """True if by a proved bound, which no attack passes, nothing is revealed to anybody."""
+        is_nothing = self.adversary is Adversary.ANYBODY and self.bound == 0.5
+        return is_nothing and self.is_proved and not self.above_bound
+
+    @property
     def not_measured(self) -> str:
         if not self.has_gradients:
             return "no gradient to attack"

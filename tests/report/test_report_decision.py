@@ -232,6 +232,7 @@ WORSE, ALONE = PredictionFigures(auc=0.75), PredictionFigures(auc=0.8)
         # Where the refitted one predicts, it is not judged by the other.
         (BUDGET, ModelFigures(WORSE, refit=PredictionFigures(auc=0.85), alone=ALONE), "open"),
         (BUDGET, ModelFigures(WORSE, refit=PredictionFigures(auc=0.79), alone=ALONE), "fail"),
+        (BUDGET, ModelFigures(PredictionFigures(auc=0.85), refit=WORSE, alone=ALONE), "open"),
         (
             BUDGET | {"inference": {"model": "trained"}},
             ModelFigures(WORSE, refit=PredictionFigures(auc=0.85), alone=ALONE),

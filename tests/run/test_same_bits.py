@@ -140,6 +140,8 @@ class World:
         self._messages = dict.fromkeys(names, 0)
         self._charged = torch.zeros(0)
         self._errors: list[BaseException] = []
+        self.stops = 0
+        """How often a party was stopped, and no new session has begun for it yet."""
         self.replies: dict[tuple[Any, ...], Any] = {}
 
     def _build(self) -> Parties:
@@ -158,6 +160,8 @@ class World:
     def run(self) -> Left:
         while self.parties.session.stage is not Stage.FINISHED:
             if self.parties.session.stage is Stage.ENDED:  # a goodbye ended all processes
+                assert self.stops > 0, "the run has ended without a cause"
+                self.stops = 0
                 self.parties = self._build()
                 self.parties.session.reopen()
             finish([in_background(lambda name=name: self._live(name)) for name in self._messages])  # type: ignore[misc]
@@ -300,6 +304,7 @@ class Troubled(PartyPeer):
                 self._world.set_back(self._name)
                 raise Lost
             case "passive stopped":
+                self._world.stops += 1
                 raise Interrupted
             case "active killed before":
                 self._world.kill_active()

@@ -21,8 +21,8 @@ from splitveil.common.privacy.final_attacks import (
 )
 from splitveil.common.privacy.leakage import auc, leak_auc
 from splitveil.common.privacy.observation import Observation
-from splitveil.passive_party import bottom_trainer as module
-from splitveil.passive_party.bottom_trainer import feature_values
+from splitveil.passive_party import feature_values as module
+from splitveil.passive_party.feature_values import feature_values
 from tests.support.attacked_run import attacked_run, deal_labels
 from tests.support.recorders import recorders
 from tests.support.runs import build_parties, run_in_process, write_example

@@ -1,4 +1,4 @@
-"""Builds the trainer of a run from the settings, the data, and the common rows."""
+"""Builds the trainer of a run from the settings, the data, the persons, and the common rows."""
 
 import hashlib
 import logging

@@ -1,4 +1,7 @@
-"""Records a run at the active party: metrics, progress, their state in checkpoints, summary."""
+"""Records a run at the active party: metrics, progress, their state in checkpoints, summary.
+
+Figures of attacks are held against what the ledger states as they are recorded.
+"""
 
 import logging
 import math

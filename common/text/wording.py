@@ -1,4 +1,4 @@
-"""Formats names, values and bounds of a run for people.
+"""Formats names, values, bounds and the version of a run for people.
 
 Every bound, charge, budget and "at most" on any page and in any log is formatted here, so that a
 bound has the same digits everywhere: upper ones are rounded up, so that none is printed below its

@@ -56,11 +56,15 @@ _ENDED = (
 )
 
 
-def run(parsed: argparse.Namespace) -> None:
-    """Train with the active party, or resume a run; a rank above 0 computes with rank 0."""
+def run(parsed: argparse.Namespace) -> bool:
+    """Train with the active party, or resume a run; return whether it was ended for good.
+
+    A rank above 0 computes with rank 0.
+    """
     settings: PassiveSettings = parsed.loaded
     train = partial(_take_part, fresh=parsed.fresh)
     run_as_party(settings, ("bottom_model", "adversary"), assembly.learner_of_rank, train)
+    return end_of(settings.run_folder(settings.folder_name())) is not None
 
 
 def _take_part(settings: PassiveSettings, process: Process, *, fresh: bool) -> None:

@@ -353,6 +353,17 @@ def test_a_plan_answers_one_question_in_a_table_and_a_sentence(
     assert "sum_kl" not in "".join(table)
 
 
+def test_a_plan_refuses_a_budget_that_the_first_answer_exceeds(folder: Path, call: Call) -> None:
+    released = ("--set", "defense={name: noisy_label}", "--set")  # a leak AUC of .639
+    words = ("active", "plan", folder / "active.yaml", *released)
+    done = call(*words, "run_budget={leak_auc: 0.6}")
+    assert done.exit_code == 2
+    assert "the run ends in epoch 1 of 2" in done.out
+    assert "run_budget: the first answer exceeds it, so that the run would end" in done.err
+    assert "next: " not in done.err
+    assert call(*words, "run_budget={leak_auc: 0.64}").exit_code == 0
+
+
 def test_a_plan_is_printed_as_json(folder: Path, call: Call) -> None:
     words = ("active", "plan", folder / "active.yaml", "--set", "defense={name: noisy_label}")
     found = call(*words, "--json", "--target-leak-auc", "0.65").json()

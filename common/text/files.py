@@ -98,7 +98,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def only_one_process(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY)
     try:
         lock(descriptor)
         yield

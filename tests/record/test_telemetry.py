@@ -41,6 +41,7 @@ from splitveil.common.record.run_record import (
     TrainingLine,
 )
 from splitveil.common.record.transcript import Transcript
+from splitveil.common.text.files import only_one_process
 from splitveil.common.text.log_lines import configure_logging
 from tests.support.records import summary_of
 
@@ -343,6 +344,8 @@ def test_results_are_closed_to_others_whatever_the_umask(tmp_path: Path) -> None
         run_folder.write_text_atomically(folder / "report.html", "who is positive")
         run_folder.write_json_atomically(folder / "summary.json", {})
         save_tensors(folder, "model.safetensors", {"w": torch.zeros(1)})
+        with only_one_process(tmp_path / ".counting.lock"):
+            pass
         with MetricsLog(folder) as metrics, Transcript(folder, "active"):
             metrics.load_state_dict(metrics.state_dict())
     finally:
@@ -352,7 +355,7 @@ def test_results_are_closed_to_others_whatever_the_umask(tmp_path: Path) -> None
         *("events", "metrics", "model", "report", "summary", "transcript")
     }
     assert mode_of(folder) == 0o700
-    assert {mode_of(path) for path in files} == {0o600}
+    assert {mode_of(path) for path in (*files, tmp_path / ".counting.lock")} == {0o600}
 
 
 @pytest.mark.parametrize("resumes", [True, False])

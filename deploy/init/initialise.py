@@ -207,7 +207,8 @@ def _narrow(folder: Path) -> str:
     line = f"cut_shape: [{width}]  # numbers that are sent per row, {said}: splitveil plan"
     if width < agreed.cut_dim and not _write_line(path, line, 0o644):
         return f"expected in contract.yaml: cut_shape: [{width}], {said}"
-    return f"contract.yaml: cut_shape: [{width}], {said}"
+    instead = f", in the place of {[*agreed.cut_shape]}" * (width < agreed.cut_dim)
+    return f"contract.yaml: cut_shape: [{width}], {said}{instead}"
 
 
 def _write_line(path: Path, line: str, mode: int) -> bool:

@@ -124,6 +124,7 @@ def test_the_contract_gets_the_width_that_the_columns_allow_and_never_a_wider_on
     assert before.pop("cut_shape") == [64]
     assert after == before
     assert f"cut_shape: [{width}], which gives away" in said
+    assert said.endswith(", in the place of [64]")
     limit = yaml.safe_load((tmp_path / "passive.yaml").read_text())["max_exposure"]
     assert 0.5 <= limit <= 1
     for chosen in ("cut_shape: [1]", "cut_shape:\n  - 64"):  # by a person

@@ -157,7 +157,7 @@ def _add_predict(command: Parser) -> None:
         required=True,
         metavar="FILE",
         help="predictions.parquet or predictions.csv; an interrupted prediction goes on with the "
-        "same command",
+        "same command, and an earlier file is replaced",
     )
     command.add_argument(
         "--data",

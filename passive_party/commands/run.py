@@ -205,6 +205,7 @@ def try_to_measure(
 
     if trainer is None or encoder is None:
         return
+    what = "what the activations reveal of the features"
     try:
         with ProgressBar("measuring what the columns have given away"):
             found = measure_exposure(trainer, encoder, own_rows, sample, of_epochs)
@@ -213,12 +214,13 @@ def try_to_measure(
         if found is not None:
             write_exposure(folder, found)
             # By itself: no release that the peer makes up may keep the rest from being written.
+            what = "information values of the columns"
             values = information_values(trainer, encoder)
             write_exposure(folder, replace(found, values=values))
     except SplitveilError as error:  # a full disk needs no traceback
         logger.error("%s", error)
     except Exception:
-        logger.exception("what the activations reveal of the features could not be measured")
+        logger.exception("%s could not be measured", what)
 
 
 def try_to_report(folder: Path) -> None:

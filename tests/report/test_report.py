@@ -428,6 +428,8 @@ def test_each_of_several_passive_parties_has_layers_of_its_own(tmp_path: Path) -
     assert all(f">{layer}<" in page for layer in ("ads: cut", "ads: first", "bank: cut"))
     assert "Columns (ads): 25 of 100; limit 50</text>" in page
     assert "Columns (bank)" not in page
+    assert "revealed to the other companies, beyond what their own data reveal?" in page
+    assert "the other company" not in page
 
 
 def test_the_same_files_give_the_same_page_from_either_folder(tmp_path: Path) -> None:

@@ -581,6 +581,7 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
     words = words_of(page)
     assert "they answered about 1,234 of the training rows, at most AUC 0.618" in words
     assert '<td class="number">0.720 to 0.780</td><td class="number">12,345</td>' in page
+    assert "<td>accumulated_<wbr>spectral</td>" in page  # wraps where the page is narrow
     without = page_of(write_run(tmp_path / "without"))
     assert "Earlier runs" not in without
 

@@ -4,6 +4,7 @@
         [--rows 67000] [--features 64] [--epochs 20] [--rtt 40 --rate 100]
     python -m benchmarks.whole_run --sizes 10000 100000 1000000 --features 16 --epochs 3
     SPLITVEIL_DATA=FOLDER python -m benchmarks.whole_run --init 20000 [--rounds 3]
+        [--nvflare PYTHON]
 
 A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, float32, one torch
 thread per process. Each round runs, one after the other:
@@ -27,7 +28,8 @@ and how it grows: with exponent 1, ten times the rows cost ten times as much.
 ``--init`` compares one pass with gradients, both of cut 64, over a whole job: with the settings
 that ``splitveil init`` writes for so many rows of ``default_credit``, from the start of the first
 process to both reports, over mutual TLS. Beside them, scikit-learn's boosting in one process reads
-both files, joins them by id, and is fitted and tested on the joined rows.
+both files, joins them by id, and is fitted and tested on the joined rows; and with ``--nvflare
+PYTHON``, NVIDIA FLARE's recipes work on the same files (``benchmarks.nvflare_job``).
 """
 
 import argparse
@@ -314,16 +316,20 @@ def wait_for_end(parties: Parties) -> tuple[float, ...]:
 # ---- with the settings of init -------------------------------------------------------------------
 
 
-def print_jobs(num_rows: int, rounds: int) -> None:
+def print_jobs(num_rows: int, rounds: int, nvflare: str | None) -> None:
     """Print wall and CPU time of both parties, and the bytes that they exchange."""
+    in_one = {"joined": [sys.executable, "-c", JOINED]}
+    if nvflare:
+        in_one["NVIDIA FLARE"] = [nvflare, "-c", "import nvflare_job; nvflare_job.main()"]
     found: dict[str, list[tuple[float, ...]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepare("default_credit", folder, Rows(1, training=round(0.8 * num_rows)))
         make_certificates(folder / "certificates", NAMES)
         for _ in range(rounds):
-            for mode in ("PCA 64", "no defense", "joined"):
-                cost = joined(folder) if mode == "joined" else job(folder, MODES[mode])
+            for mode in ("PCA 64", "no defense", *in_one):
+                call = in_one.get(mode)
+                cost = program(call, folder) if call else job(folder, MODES[mode])
                 found.setdefault(mode, []).append(cost)
                 print(mode, found[mode][-1], flush=True)
     print("\n| | wall, s | ratio | CPU s | ratio | MB on the wire | ratio |")
@@ -378,11 +384,11 @@ print(roc_auc_score(labels[is_test], trees.decision_function(x[is_test])))
 """
 
 
-def joined(folder: Path) -> tuple[float, float, float]:
-    """Fit boosting to the joined rows in one process; return seconds, CPU s and no MB."""
+def program(call: Sequence[str], folder: Path) -> tuple[float, float, float]:
+    """Run a program on both parties' files; return seconds, CPU s and no MB."""
     begun, ended_before_s = time.monotonic(), cpu_of_ended()
-    command = [sys.executable, "-c", JOINED, *(str(folder / file) for file in FILES)]
-    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    paths = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([*call, *(folder / file for file in FILES)], env=os.environ | paths, check=True)
     return time.monotonic() - begun, cpu_of_ended() - ended_before_s, 0.0
 
 
@@ -405,6 +411,7 @@ def main() -> None:
     parser.add_argument("--threads", action="store_true", help="CPU time by thread, too")
     parser.add_argument("--sizes", type=int, nargs="+", help="numbers of rows to compare")
     parser.add_argument("--init", type=int, metavar="ROWS", help="whole jobs of so many rows")
+    parser.add_argument("--nvflare", metavar="PYTHON", help="an interpreter that has NVIDIA FLARE")
     for name, value in Work()._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rtt", type=float, default=0.0, help="of the line, in milliseconds")
@@ -416,7 +423,7 @@ def main() -> None:
     print_environment("grpcio")
     work = Work(given.rows, given.features, given.epochs)
     if given.init:
-        print_jobs(given.init, given.rounds)
+        print_jobs(given.init, given.rounds, given.nvflare)
         return
     if given.sizes:
         print_growth(work, given.sizes)

@@ -4,11 +4,10 @@
 
 PYTHON is an interpreter that has nvflare 2.9.0, openmined-psi 2.0.6, xgboost 3.2.0, tensorboard
 and pandas, which are no dependencies of this project. Private set intersection (``DhPSIRecipe``)
-comes first, then 100 rounds of vertical XGBoost (``XGBVerticalRecipe``), without its encryption,
-which needs plugins that no package has: histograms of gradients for each level of each tree. Each
-round's AUC on the test rows is printed.
+comes first, then 100 rounds of vertical XGBoost (``XGBVerticalRecipe``) without its encryption,
+which needs a plugin. Each round's AUC on the test rows is printed.
 
-The parts are imported by name in the simulator's processes, so that this module is not run as ``__main__``.
+The simulator imports the parts by this module's name, so that it is not run as ``__main__``.
 """
 
 import sys

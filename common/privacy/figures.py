@@ -117,7 +117,7 @@ class PredictionFigures(Form):
         """The share as a figure for laypeople, and its unit."""
         share = math.nan if self.share is None else self.share
         if self.rmse is None:
-            return f"{50 + 50 * share:.0f}", "of 100 pairs in the right order"
+            return f"{50 + 50 * share:.0f}", "of 100 pairs in the right order (guessing: 50)"
         return f"{share:.0%}", "of the variance"
 
     @property

@@ -265,7 +265,7 @@ def test_labels_that_a_peer_makes_up_raise_nothing(labels: npt.NDArray[np.float6
 
 
 def test_what_columns_give_away_is_written_whatever_was_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise OverflowError
@@ -274,3 +274,4 @@ def test_what_columns_give_away_is_written_whatever_was_released(
     trainer, encoder, *_ = summed(400)
     run.try_to_measure(tmp_path, trainer, encoder, 400, Sample.draw(np.arange(400)))
     assert read_exposure(tmp_path) is not None
+    assert caplog.messages == ["information values of the columns could not be measured"]

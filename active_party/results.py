@@ -34,7 +34,11 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.boosting import WithTrees
-from splitveil.active_party.training.evaluation import save_predictions
+from splitveil.active_party.training.evaluation import (
+    HeldOutPredictions,
+    measure_groups,
+    save_predictions,
+)
 from splitveil.active_party.training.own_models import Fitting, build_alone, fit
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment.store import ExchangeStores
@@ -42,7 +46,7 @@ from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party import command_line
-from splitveil.common.privacy.figures import PredictionFigures
+from splitveil.common.privacy.figures import GroupFigures, PredictionFigures
 from splitveil.common.record import model_files
 from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended
@@ -116,10 +120,10 @@ def forget_account(folder: Path) -> None:
 
 def fit_after_one_shot(
     settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
-) -> PredictionFigures | None:
+) -> nn.Module | None:
     """Fit the top model of a one-shot run that has received all rows, and measure it.
 
-    Returns the figures of its mean with trees, which is saved as the refitted model, if any.
+    Returns its mean with trees, which is saved as the refitted model, if any.
     """
     logger.info("fitting the top model to the true labels, without any other party")
     mean = trainer.fit_top()
@@ -127,28 +131,27 @@ def fit_after_one_shot(
     for evaluation in session.lifecycle.answering.measure_held_out():
         session.lifecycle.observer.on_evaluation(evaluation)
         logger.info("%s %s", evaluation.split, evaluation.figures.in_short)
-    if mean is None:
-        return None
-    save_refitted(settings, folder, mean, _identity(session))
-    figures = trainer.measure(mean, session.lifecycle.answering.rows.splits["test"])
-    if figures is not None:
-        logger.info("its mean with boosted trees: test %s", figures.in_short)
-    return figures
+    if mean is not None:
+        save_refitted(settings, folder, mean, _identity(session))
+    return mean
 
 
 def save_results(
     settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
-) -> PredictionFigures | None:
-    """Save the results of a run that is over; return the refitted model's figures, if any."""
+) -> tuple[PredictionFigures | None, tuple[GroupFigures, ...] | None]:
+    """Save the results of a run that is over.
+
+    Returns the refitted model's figures, if any, and those by group of the model that predicts.
+    """
     trainer = session.lifecycle.trainer
     if trainer is None:
-        return None
+        return None, None
     for stale in (model_files.REFITTED, _ACTIVATIONS):
         model_files.delete_saved(folder, stale)
     is_one_shot, is_over = settings.contract.is_one_shot, session.stage is Stage.FINISHED
-    refit: PredictionFigures | None = None
+    refitted: nn.Module | None = None
     if is_one_shot and is_over:
-        refit = fit_after_one_shot(settings, folder, session, trainer)
+        refitted = fit_after_one_shot(settings, folder, session, trainer)
     is_label_free = builder.is_label_free and not is_one_shot
     learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler still at work may charge meanwhile
@@ -164,9 +167,23 @@ def save_results(
     if predictions is not None:
         save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)
     # A run that may resume is not over: its last activations are still to come.
-    if is_one_shot or not is_over:
-        return refit
-    return _refit(settings, folder, session, trainer)
+    if is_over and not is_one_shot:
+        refitted = _refit(settings, folder, session, trainer)
+    rows, figures = session.lifecycle.answering.rows, None
+    tested = None if refitted is None else trainer.logits(rows.splits["test"], refitted)
+    if tested is not None:
+        figures = trainer.kind.measure(*tested)
+        logger.info(
+            "a top model was fitted to the true labels: test %s; it is for this party's own "
+            "predictions only",
+            figures.in_short,
+        )
+        if settings.inference.model != "trained":
+            predictions = HeldOutPredictions(*tested)
+    if builder.groups is None or predictions is None:
+        return figures, None
+    of_test = rows.file_rows[rows.splits["test"]]
+    return figures, measure_groups(builder.groups, of_test, predictions)
 
 
 def save_alone(
@@ -261,18 +278,11 @@ def read_activations(
 
 def _refit(
     settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
-) -> PredictionFigures | None:
+) -> nn.Module | None:
     logger.info("fitting a new top model to the true labels")
     model = trainer.refitted()
     if model is None:
         return None
     save_refitted(settings, folder, model, _identity(session))
     _save_activations(settings, folder, session, trainer)
-    figures = trainer.measure(model, session.lifecycle.answering.rows.splits["test"])
-    if figures is not None:
-        logger.info(
-            "a top model was fitted to the true labels: test %s; it is for this party's own "
-            "predictions only",
-            figures.in_short,
-        )
-    return figures
+    return model

@@ -1,7 +1,8 @@
 """``splitveil refit``: fits another top model on the files of a finished run.
 
 It asks no passive party and sends nothing, so it costs no privacy, whatever is tried and however
-often. A label corrected since the run counts with its new value.
+often. A label corrected since the run counts with its new value. The figures by group are measured
+again, whichever model predicts.
 """
 
 import argparse
@@ -15,7 +16,8 @@ from splitveil.active_party.ledger.account_book import indices_of, names_of
 from splitveil.active_party.predict.predictor import load_top
 from splitveil.active_party.results import read_activations, save_refitted
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.trainer_builder import fitted_top, known_rows
+from splitveil.active_party.trainer_builder import fitted_top, groups_of, known_rows
+from splitveil.active_party.training.evaluation import HeldOutPredictions, measure_groups
 from splitveil.common.errors import DataError
 from splitveil.common.models.settings import bins_of
 from splitveil.common.party import command_line
@@ -74,11 +76,19 @@ def refit_again(settings: ActiveSettings, device: torch.device) -> Refitted:
     model.to(device)
     new = fitted_top(settings, encoder, known, torch.from_numpy(splits["train"]), model)
     before, after = (known.measure(one, splits["test"]) for one in (model, new))
-    if new is model:
-        return Refitted(False, before, after)
-    save_refitted(settings, folder, new, trained.identity)
-    summary = find_summary(folder)
+    is_better, summary = new is not model, find_summary(folder)
+    if is_better:
+        save_refitted(settings, folder, new, trained.identity)
     if summary is not None and summary.active is not None and after is not None:
-        figures = replace(summary.active.model, refit=after)
+        figures, groups = summary.active.model, groups_of(settings, data)
+        if is_better:
+            figures = replace(figures, refit=after)
+        if groups is not None and settings.inference.model != "trained":
+            test = torch.from_numpy(splits["test"])
+            predicted = HeldOutPredictions(
+                known.logits(new, test).cpu(), known.labels[test.to(device)].cpu()
+            )
+            measured = measure_groups(groups, rows.file_rows[splits["test"]], predicted)
+            figures = replace(figures, groups=measured)
         write_summary(folder, replace(summary, active=replace(summary.active, model=figures)))
-    return Refitted(True, before, after)
+    return Refitted(is_better, before, after)

@@ -19,8 +19,10 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
+from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.figures import PredictionFigures
+from splitveil.common.privacy.adjusted_auc import placements
+from splitveil.common.privacy.figures import Estimate, GroupFigures, PredictionFigures
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
@@ -29,6 +31,11 @@ from splitveil.common.run.sample_order import Positions, SplitName
 _FILE = "test_predictions.safetensors"
 
 _DIGEST_BYTES = 16
+
+LEAST_ROWS = 50  # of a group by itself
+MOST_GROUPS = 50
+_LEAST_OF_CLASS = 10  # of both, for an AUC
+_NORMAL_975 = 1.959963984540054
 
 
 class Evaluation(NamedTuple):
@@ -127,6 +134,47 @@ class Evaluator:
             self._early_stop.load_state_dict(state["early_stop"])
         self._validation_score = state["validation_score"]
         self._scores = [(logits, labels) for logits, labels in state["scores"]]
+
+
+def measure_groups(
+    groups: CategoricalColumn, file_rows: Positions, test: HeldOutPredictions
+) -> tuple[GroupFigures, ...]:
+    """Measure predictions of two classes by group, all rows first; small groups are joined.
+
+    Selected are the rows whose scores are highest: as many as there are rows with label 1, and
+    those with the same score as the last of them. Intervals of shares are Wilson's (JASA 22, 1927),
+    those of AUCs are of DeLong et al. (Biometrics 44, 1988).
+    """
+    scores, positive = test.logits.double().numpy(), test.labels.numpy() == 1
+    probabilities = test.logits.double().sigmoid().numpy()
+    threshold = np.sort(scores)[-positive.sum()] if positive.any() else math.inf
+
+    def share_of(chosen: npt.NDArray[np.bool_]) -> Estimate:
+        share, squared = float(chosen.mean()), _NORMAL_975**2 / len(chosen)
+        half = math.sqrt(squared * (share * (1 - share) + squared / 4))
+        low, high = ((share + squared / 2 + one) / (1 + squared) for one in (-half, half))
+        return Estimate(share, low, high)
+
+    def measured(name: str, rows: npt.NDArray[np.bool_]) -> GroupFigures:
+        labels, auc = positive[rows], None
+        if len(labels) < LEAST_ROWS:
+            return GroupFigures(name, len(labels))
+        if min(labels.sum(), (~labels).sum()) >= _LEAST_OF_CLASS:
+            placed = placements(scores[rows], labels)
+            half = _NORMAL_975 * math.sqrt(placed.variance)
+            auc = Estimate(placed.auc, max(placed.auc - half, 0.0), min(placed.auc + half, 1.0))
+        mean, selected = float(probabilities[rows].mean()), share_of(scores[rows] >= threshold)
+        return GroupFigures(name, len(labels), mean, share_of(labels), selected, auc)
+
+    names = [*groups.categories.to_pylist(), "no entry"]
+    codes = groups.codes[file_rows] % len(names)  # -1 is the last
+    counts = np.bincount(codes, minlength=len(names))
+    largest = [at for at in np.argsort(-counts, kind="stable") if counts[at] >= LEAST_ROWS]
+    own = largest[:MOST_GROUPS]
+    found = [measured("all rows", np.ones(len(codes), np.bool_))]
+    found += [measured(names[at], codes == at) for at in own]
+    others = ~np.isin(codes, own)
+    return (*found, measured("other", others)) if others.any() else tuple(found)
 
 
 class StoredPredictions(NamedTuple):

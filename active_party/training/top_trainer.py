@@ -20,7 +20,6 @@ from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.device import check_same_gpu, gpu_of, to_device
 from splitveil.common.models.optimizers import in_training_mode, random_state, set_random_state
-from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.run.progress import Phase, Phases, State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.imports import fault_of_own_code
@@ -194,11 +193,6 @@ class TopTrainer:
         cpu = torch.device("cpu")
         on_cpu = LossWeights(*(None if one is None else one.cpu() for one in self._weights))
         return KnownRows(self._labels.cpu(), self._features.to(cpu), weights=on_cpu, kind=self.kind)
-
-    def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
-        """Measure a model's predictions of some rows at their last activations, if known."""
-        found = self.logits(positions, model)
-        return None if found is None else self.kind.measure(*found)
 
     def logits(
         self, positions: Positions, model: nn.Module | None = None

@@ -56,6 +56,29 @@ class Spread(NamedTuple):
     mean: OrInfinite = math.nan
 
 
+class Estimate(NamedTuple):
+    """A figure with its 95 % interval."""
+
+    value: Known
+    low: Known
+    high: Known
+
+    def in_words(self, digits: int = 4) -> str:
+        form = f".{digits}f"
+        return f"{self.value:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+class GroupFigures(NamedTuple):
+    """Predictions of label 1 for the test rows of one group; None where they are too few."""
+
+    group: str
+    rows: Count
+    predicted: Number = None  # mean probability of label 1
+    actual: Maybe[Estimate] = None  # share of rows with label 1
+    selected: Maybe[Estimate] = None  # share of rows whose score reaches the same threshold
+    auc: Maybe[Estimate] = None
+
+
 @dataclass(frozen=True)
 class PredictionFigures(Form):
     """How good predictions are; None where labels of the kind have no such figure.

@@ -38,6 +38,7 @@ from splitveil.active_party.training.evaluation import (
     HeldOutPredictions,
     measure_groups,
     save_predictions,
+    score_bins,
 )
 from splitveil.active_party.training.own_models import Fitting, build_alone, fit
 from splitveil.active_party.training.top_trainer import TopTrainer
@@ -123,7 +124,7 @@ def fit_after_one_shot(
 ) -> nn.Module | None:
     """Fit the top model of a one-shot run that has received all rows, and measure it.
 
-    Returns its mean with trees, which is saved as the refitted model, if any.
+    Returns its mean with trees, which is to be the refitted model, if that is better.
     """
     logger.info("fitting the top model to the true labels, without any other party")
     mean = trainer.fit_top()
@@ -131,8 +132,6 @@ def fit_after_one_shot(
     for evaluation in session.lifecycle.answering.measure_held_out():
         session.lifecycle.observer.on_evaluation(evaluation)
         logger.info("%s %s", evaluation.split, evaluation.figures.in_short)
-    if mean is not None:
-        save_refitted(settings, folder, mean, _identity(session))
     return mean
 
 
@@ -156,30 +155,41 @@ def save_results(
     learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler still at work may charge meanwhile
         book = session.lifecycle.account_book()
+    predictions = session.lifecycle.answering.test_predictions
     noise = {} if settings.defense.noise_seed is None else model_files.KNOWN_NOISE
     identity = model_files.identity_metadata(_identity(session), settings.contract)
     saved = model_files.save_model(
-        folder, trainer.model, builder.encoder, learned_from | identity | book.as_metadata() | noise
+        folder,
+        trainer.model,
+        builder.encoder,
+        learned_from
+        | identity
+        | book.as_metadata()
+        | noise
+        | score_bins(trainer.kind, predictions),
     )
     model_files.save_tensors(folder, LEDGER, book.state_dict(), noise)
     logger.debug("model saved in %s", saved)
-    predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
         save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)
     # A run that may resume is not over: its last activations are still to come.
     if is_over and not is_one_shot:
         refitted = _refit(settings, folder, session, trainer)
     rows, figures = session.lifecycle.answering.rows, None
-    tested = None if refitted is None else trainer.logits(rows.splits["test"], refitted)
-    if tested is not None:
-        figures = trainer.kind.measure(*tested)
-        logger.info(
-            "a top model was fitted to the true labels: test %s; it is for this party's own "
-            "predictions only",
-            figures.in_short,
-        )
-        if settings.inference.model != "trained":
-            predictions = HeldOutPredictions(*tested)
+    if refitted is not None:
+        found = trainer.logits(rows.splits["test"], refitted)
+        tested = None if found is None else HeldOutPredictions(*found)
+        bins = score_bins(trainer.kind, tested)
+        save_refitted(settings, folder, refitted, _identity(session), bins)
+        if tested is not None:
+            figures = trainer.kind.measure(*tested)
+            logger.info(
+                "a top model was fitted to the true labels: test %s; it is for this party's own "
+                "predictions only",
+                figures.in_short,
+            )
+            if settings.inference.model != "trained":
+                predictions = tested
     if builder.groups is None or predictions is None:
         return figures, None
     of_test = rows.file_rows[rows.splits["test"]]
@@ -228,10 +238,14 @@ def _identity(session: ActiveSession) -> ModelIdentity:
 
 
 def save_refitted(
-    settings: ActiveSettings, folder: Path, model: nn.Module, identity: ModelIdentity
+    settings: ActiveSettings,
+    folder: Path,
+    model: nn.Module,
+    identity: ModelIdentity,
+    bins: Mapping[str, str],
 ) -> None:
     """Save a run's model that was fitted to true labels, and the settings that build it."""
-    built_by = {model_files.TOP_MODEL: settings.top_model.model_dump_json()}
+    built_by = {model_files.TOP_MODEL: settings.top_model.model_dump_json(), **bins}
     for part in model.modules():
         if isinstance(part, WithTrees):
             built_by[model_files.TREES] = part.sizes
@@ -283,6 +297,5 @@ def _refit(
     model = trainer.refitted()
     if model is None:
         return None
-    save_refitted(settings, folder, model, _identity(session))
     _save_activations(settings, folder, session, trainer)
     return model

@@ -20,10 +20,12 @@ from splitveil.common.models.factory import Trial, build_bottom_model, one_at_a_
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import PcaModel, ScoreModel, bins_of
-from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.party.party_data import FIT_ROWS, PartyData, open_earlier_model
+from splitveil.common.party.party_status import reference_bins
 from splitveil.common.record.model_files import PretrainedWeights, identity_metadata, save_model
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
+from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import (
     BottomTrainer,
     LayerTap,
@@ -93,6 +95,7 @@ class BottomBuilder:
     ) -> None:
         check_exposure(settings, data)  # before any id is exchanged
         self.encoder: FeatureEncoder | None = None
+        self._trained_on: Positions | None = None
         self._ranks = ranks
         self._settings = settings
         self._data = data
@@ -111,6 +114,11 @@ class BottomBuilder:
 
     def save(self, folder: Path, model: nn.Module, identity: ModelIdentity) -> None:
         found = identity_metadata(identity, self._settings.contract)
+        if self.encoder is not None and self._trained_on is not None:
+            # Evenly, since the rows may be in an order that means something.
+            sample = self._trained_on[:: -(-len(self._trained_on) // FIT_ROWS)]
+            for features in self._data.blocks(self.encoder, sample):  # one, since all fit in it
+                found |= reference_bins(self.encoder.by_column(features))
         logger.debug("model saved in %s", save_model(folder, model, self.encoder, found))
 
     @one_at_a_time
@@ -126,6 +134,7 @@ class BottomBuilder:
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
+        self._trained_on = rows.file_rows[rows.splits["train"]] if own_rows is None else own_rows
         digest = self._data.digest(encoder, features) + self._pretrained.digest
         features = features.to(self._device)
         trial = Trial(

@@ -17,7 +17,11 @@ from splitveil.active_party.predict.predictor import load_top
 from splitveil.active_party.results import read_activations, save_refitted
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import fitted_top, groups_of, known_rows
-from splitveil.active_party.training.evaluation import HeldOutPredictions, measure_groups
+from splitveil.active_party.training.evaluation import (
+    HeldOutPredictions,
+    measure_groups,
+    score_bins,
+)
 from splitveil.common.errors import DataError
 from splitveil.common.models.settings import bins_of
 from splitveil.common.party import command_line
@@ -76,19 +80,18 @@ def refit_again(settings: ActiveSettings, device: torch.device) -> Refitted:
     model.to(device)
     new = fitted_top(settings, encoder, known, torch.from_numpy(splits["train"]), model)
     before, after = (known.measure(one, splits["test"]) for one in (model, new))
-    is_better, summary = new is not model, find_summary(folder)
+    is_better, summary, test = new is not model, find_summary(folder), None
+    if after is not None:
+        at = torch.from_numpy(splits["test"])
+        test = HeldOutPredictions(known.logits(new, at).cpu(), known.labels[at.to(device)].cpu())
     if is_better:
-        save_refitted(settings, folder, new, trained.identity)
-    if summary is not None and summary.active is not None and after is not None:
+        save_refitted(settings, folder, new, trained.identity, score_bins(known.kind, test))
+    if summary is not None and summary.active is not None and test is not None:
         figures, groups = summary.active.model, groups_of(settings, data)
         if is_better:
             figures = replace(figures, refit=after)
         if groups is not None and settings.inference.model != "trained":
-            test = torch.from_numpy(splits["test"])
-            predicted = HeldOutPredictions(
-                known.logits(new, test).cpu(), known.labels[test.to(device)].cpu()
-            )
-            measured = measure_groups(groups, rows.file_rows[splits["test"]], predicted)
+            measured = measure_groups(groups, rows.file_rows[splits["test"]], test)
             figures = replace(figures, groups=measured)
         write_summary(folder, replace(summary, active=replace(summary.active, model=figures)))
     return Refitted(is_better, before, after)

@@ -4,10 +4,11 @@ import argparse
 import logging
 import time
 from contextlib import ExitStack
+from functools import partial
 
 from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.label_kinds import kind_of
+from splitveil.active_party.training.label_kinds import by_column, kind_of
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.table_files import read_id_list
@@ -15,6 +16,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party import command_line
 from splitveil.common.party.endpoint import endpoint_of
 from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_status import Drift
 from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
@@ -121,6 +123,8 @@ def open_service(
     given = GivenFeatures(settings.data, predictor.model.encoder)
     log = CallLog(status, transcript)
     service = AnswerService(predictor, batcher, watch, given, rules, log, fallback)
+    of_scores = partial(by_column, kind_of(settings.data))
+    service.drift = Drift(predictor.model.metadata, of_scores, status.note_drift)
     status.name_run(service.run_id)
     waiting_of = batcher.num_waiting
     status.follow(lambda: service.trouble, waiting_of, fallback=fallback is not None)

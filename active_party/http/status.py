@@ -1,8 +1,9 @@
 """Metrics of the active party's online predictions: how many, how fast, by which model.
 
 Every request is recorded in the metrics and in the transcript. No record has an id or a prediction.
-Everything is a count of requests, ids, questions or seconds. No figure depends on what was
-predicted: with all labels of the training swapped, the metrics are the same.
+Everything is a count of requests, ids, questions or seconds. One figure depends on what was
+predicted, the drift of scores, which is about a thousand predictions together: with all labels of
+the training swapped, the other metrics are the same.
 """
 
 import time
@@ -74,6 +75,11 @@ class OnlineStatus(party_status.PartyStatus):
             "predict_timeouts", "Requests without an answer within serving.timeout_s."
         )
         self._waiting = gauge("predict_waiting", "Requests that wait to be asked.")
+        self._drift = gauge(
+            "score_psi",
+            "Population stability index of the last 1,000 predictions against those of test rows.",
+            ["model"],
+        )
         models = gauge("answering", "1 for the model that answers requests now.", ["model"])
         for model in ("joint", FALLBACK, "none"):
             models.labels(model).set_function(partial(self._is_answering, model))
@@ -124,6 +130,9 @@ class OnlineStatus(party_status.PartyStatus):
             self._ids.labels(of_ids.value).inc(number)
         if call.timed_out:
             self._timeouts.inc()
+
+    def note_drift(self, _column: str, index: float) -> None:
+        self._drift.labels("joint").set(index)
 
     def note_question(self, num_requests: int, num_ids: int) -> None:
         self._question_requests.observe(num_requests)

@@ -18,9 +18,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, by_column
 from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.errors import SettingsError
+from splitveil.common.party.party_status import reference_bins
 from splitveil.common.privacy.adjusted_auc import placements
 from splitveil.common.privacy.figures import Estimate, GroupFigures, PredictionFigures
 from splitveil.common.record.model_files import save_tensors
@@ -51,6 +52,13 @@ class HeldOutPredictions(NamedTuple):
 
     logits: Tensor  # (test rows,) or (test rows, classes)
     labels: Tensor  # (test rows,), float: 0 or 1, class indices, or shares of the range
+
+
+def score_bins(kind: LabelKind, test: HeldOutPredictions | None) -> dict[str, str]:
+    """Return a model's metadata with the bins of its scores of the test rows, if there are some."""
+    if test is None:
+        return {}
+    return reference_bins(by_column(kind, kind.in_units(kind.predicted(test.logits).numpy())))
 
 
 class EarlyStop:

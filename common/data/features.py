@@ -264,6 +264,18 @@ class FeatureEncoder(Section):
         image = () if self.image is None else ("",) * math.prod(self.image.shape)
         return (*numbers, *image, *categories, *sequences)
 
+    def by_column(self, features: Features) -> dict[str, NDArray[Any]]:
+        """Return encoded numbers and categories by column; no lists, sequences and images."""
+        numbers = (name for name, _ in self.numeric_parts[: len(self.numeric + self.indicators)])
+        found: dict[str, NDArray[Any]] = {}
+        for names, part in (
+            (numbers, features.numeric),
+            ((column.name for column in self.categorical), features.categorical),
+        ):
+            if part is not None:
+                found |= dict(zip(names, np.asarray(part).T, strict=False))
+        return found
+
     @property
     def numeric_parts(self) -> tuple[tuple[str, int], ...]:
         """The meaning of the numbers that ``transform`` returns, and how many each of them has."""

@@ -70,15 +70,13 @@ class Persons(NamedTuple):
 def groups_of(settings: ActiveSettings, data: PartyData) -> CategoricalColumn | None:
     """Return the group of each of this party's rows, for its report; None if it has none."""
     column, own = settings.report.group_column, settings.data
-    if column is None:
+    if column is None or own.num_classes != 2:
         return None
     source = open_source(own.source, settings.base_dir)
     where = f"report.group_column: {source.name}"
     check_columns_exist([column], source.column_names(), where)
     cells = source.read([column])[column]
     written = WrittenColumn(cells, f"{where}: column {column!r}", own.missing_texts(column))
-    if own.num_classes != 2:
-        return None
     found = read_categories(written)
     return found if data.kept is None else found._replace(codes=found.codes[data.kept])
 

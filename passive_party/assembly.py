@@ -25,7 +25,6 @@ from splitveil.common.party.party_status import reference_bins
 from splitveil.common.record.model_files import PretrainedWeights, identity_metadata, save_model
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
-from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.bottom_trainer import (
     BottomTrainer,
     LayerTap,
@@ -95,7 +94,7 @@ class BottomBuilder:
     ) -> None:
         check_exposure(settings, data)  # before any id is exchanged
         self.encoder: FeatureEncoder | None = None
-        self._trained_on: Positions | None = None
+        self._bins: dict[str, str] = {}  # of training rows, for ``serve``
         self._ranks = ranks
         self._settings = settings
         self._data = data
@@ -113,12 +112,7 @@ class BottomBuilder:
                 build_optimizer(settings.optimizer, model)
 
     def save(self, folder: Path, model: nn.Module, identity: ModelIdentity) -> None:
-        found = identity_metadata(identity, self._settings.contract)
-        if self.encoder is not None and self._trained_on is not None:
-            # Evenly, since the rows may be in an order that means something.
-            sample = self._trained_on[:: -(-len(self._trained_on) // FIT_ROWS)]
-            for features in self._data.blocks(self.encoder, sample):  # one, since all fit in it
-                found |= reference_bins(self.encoder.by_column(features))
+        found = identity_metadata(identity, self._settings.contract) | self._bins
         logger.debug("model saved in %s", save_model(folder, model, self.encoder, found))
 
     @one_at_a_time
@@ -134,7 +128,9 @@ class BottomBuilder:
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
-        self._trained_on = rows.file_rows[rows.splits["train"]] if own_rows is None else own_rows
+        sample = rows.file_rows[rows.splits["train"]][:FIT_ROWS]  # the common order is random
+        for block in self._data.blocks(encoder, sample):
+            self._bins = reference_bins(encoder.by_column(block))
         digest = self._data.digest(encoder, features) + self._pretrained.digest
         features = features.to(self._device)
         trial = Trial(

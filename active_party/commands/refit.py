@@ -27,6 +27,7 @@ from splitveil.common.models.settings import bins_of
 from splitveil.common.party import command_line
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.figures import PredictionFigures
+from splitveil.common.record.model_files import identity_metadata
 from splitveil.common.record.run_record import find_summary, write_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows
@@ -85,13 +86,14 @@ def refit_again(settings: ActiveSettings, device: torch.device) -> Refitted:
         at = torch.from_numpy(splits["test"])
         test = HeldOutPredictions(known.logits(new, at).cpu(), known.labels[at.to(device)].cpu())
     if is_better:
-        save_refitted(settings, folder, new, trained.identity, score_bins(known.kind, test))
+        of_run = identity_metadata(trained.identity, settings.contract)
+        save_refitted(settings, folder, new, of_run | score_bins(known.kind, test))
     if summary is not None and summary.active is not None and test is not None:
-        figures, groups = summary.active.model, groups_of(settings, data)
+        figures, of_test = summary.active.model, rows.file_rows[splits["test"]]
         if is_better:
             figures = replace(figures, refit=after)
-        if groups is not None and settings.inference.model != "trained":
-            measured = measure_groups(groups, rows.file_rows[splits["test"]], test)
-            figures = replace(figures, groups=measured)
+        if settings.inference.model != "trained":
+            groups = measure_groups(groups_of(settings, data), of_test, test)
+            figures = replace(figures, groups=groups)
         write_summary(folder, replace(summary, active=replace(summary.active, model=figures)))
     return Refitted(is_better, before, after)

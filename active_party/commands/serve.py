@@ -4,11 +4,11 @@ import argparse
 import logging
 import time
 from contextlib import ExitStack
-from functools import partial
 
 from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.label_kinds import by_column, kind_of
+from splitveil.active_party.training.evaluation import by_score
+from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.table_files import read_id_list
@@ -123,8 +123,7 @@ def open_service(
     given = GivenFeatures(settings.data, predictor.model.encoder)
     log = CallLog(status, transcript)
     service = AnswerService(predictor, batcher, watch, given, rules, log, fallback)
-    of_scores = partial(by_column, kind_of(settings.data))
-    service.drift = Drift(predictor.model.metadata, of_scores, status.note_drift)
+    service.drift = Drift(predictor.model.metadata, by_score, status.drift)
     status.name_run(service.run_id)
     waiting_of = batcher.num_waiting
     status.follow(lambda: service.trouble, waiting_of, fallback=fallback is not None)

@@ -75,11 +75,8 @@ class OnlineStatus(party_status.PartyStatus):
             "predict_timeouts", "Requests without an answer within serving.timeout_s."
         )
         self._waiting = gauge("predict_waiting", "Requests that wait to be asked.")
-        self._drift = gauge(
-            "score_psi",
-            "Population stability index of the last 1,000 predictions against those of test rows.",
-            ["model"],
-        )
+        about = "Drift of the last 1,000 predictions from those of test rows; above .25, of note."
+        self.drift = gauge("score_psi", about, ["score"])
         models = gauge("answering", "1 for the model that answers requests now.", ["model"])
         for model in ("joint", FALLBACK, "none"):
             models.labels(model).set_function(partial(self._is_answering, model))
@@ -130,9 +127,6 @@ class OnlineStatus(party_status.PartyStatus):
             self._ids.labels(of_ids.value).inc(number)
         if call.timed_out:
             self._timeouts.inc()
-
-    def note_drift(self, _column: str, index: float) -> None:
-        self._drift.labels("joint").set(index)
 
     def note_question(self, num_requests: int, num_ids: int) -> None:
         self._question_requests.observe(num_requests)

@@ -16,7 +16,7 @@ from splitveil.active_party.report.run_files import RunFiles, read_run
 from splitveil.active_party.report.tables import MeasuredAttack
 from splitveil.active_party.report.verdict import Verdict, outcome_in_words, target_of, verdict_of
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.evaluation import LEAST_ROWS, MOST_GROUPS, read_predictions
+from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.data.settings import ONE_NUMBER
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.cover import COVER, CheckAnswer, write_cover
@@ -116,8 +116,6 @@ def report_page(run: RunFiles, *, has_cover: bool = False) -> str:
         ledger_panel=panels.ledger_panel(run, verdict.leak),
         circumstances=list(circumstances(run.active.summary, run.active.metrics, traffic)),
         traffic_rows=traffic_rows(traffic, only_peer),
-        least_rows=LEAST_ROWS,
-        most_groups=MOST_GROUPS,
         at_least=at_least,
         at_most=at_most,
         auc_at_most=auc_at_most,

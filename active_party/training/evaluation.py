@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 from torch import Tensor
 
-from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, by_column
+from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_status import reference_bins
 from splitveil.common.privacy.adjusted_auc import placements
-from splitveil.common.privacy.figures import Estimate, GroupFigures, PredictionFigures
+from splitveil.common.privacy.figures import Estimate, GroupFigures, Groups, PredictionFigures
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
@@ -33,9 +33,10 @@ _FILE = "test_predictions.safetensors"
 
 _DIGEST_BYTES = 16
 
-LEAST_ROWS = 50  # of a group by itself
-MOST_GROUPS = 50
+_LEAST_ROWS = 50  # of a group by itself
+_MOST_GROUPS = 50
 _LEAST_OF_CLASS = 10  # of both, for an AUC
+_OTHERS = f"other: of fewer than {_LEAST_ROWS} rows, or beyond {_MOST_GROUPS} groups"
 _NORMAL_975 = 1.959963984540054
 
 
@@ -58,7 +59,13 @@ def score_bins(kind: LabelKind, test: HeldOutPredictions | None) -> dict[str, st
     """Return a model's metadata with the bins of its scores of the test rows, if there are some."""
     if test is None:
         return {}
-    return reference_bins(by_column(kind, kind.in_units(kind.predicted(test.logits).numpy())))
+    return reference_bins(by_score(kind.in_units(kind.predicted(test.logits).numpy())))
+
+
+def by_score(predictions: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[np.float32]]:
+    """Return each class's probabilities by its number, or the only prediction; not by its name."""
+    scores = predictions.reshape(len(predictions), -1).T
+    return {str(number): score for number, score in enumerate(scores)}
 
 
 class EarlyStop:
@@ -145,14 +152,16 @@ class Evaluator:
 
 
 def measure_groups(
-    groups: CategoricalColumn, file_rows: Positions, test: HeldOutPredictions
-) -> tuple[GroupFigures, ...]:
+    groups: CategoricalColumn | None, file_rows: Positions, test: HeldOutPredictions | None
+) -> Groups:
     """Measure predictions of two classes by group, all rows first; small groups are joined.
 
     Selected are the rows whose scores are highest: as many as there are rows with label 1, and
     those with the same score as the last of them. Intervals of shares are Wilson's (JASA 22, 1927),
     those of AUCs are of DeLong et al. (Biometrics 44, 1988).
     """
+    if groups is None or test is None:
+        return None
     scores, positive = test.logits.double().numpy(), test.labels.numpy() == 1
     probabilities = test.logits.double().sigmoid().numpy()
     threshold = np.sort(scores)[-positive.sum()] if positive.any() else math.inf
@@ -165,7 +174,7 @@ def measure_groups(
 
     def measured(name: str, rows: npt.NDArray[np.bool_]) -> GroupFigures:
         labels, auc = positive[rows], None
-        if len(labels) < LEAST_ROWS:
+        if len(labels) < _LEAST_ROWS:
             return GroupFigures(name, len(labels))
         if min(labels.sum(), (~labels).sum()) >= _LEAST_OF_CLASS:
             placed = placements(scores[rows], labels)
@@ -177,12 +186,13 @@ def measure_groups(
     names = [*groups.categories.to_pylist(), "no entry"]
     codes = groups.codes[file_rows] % len(names)  # -1 is the last
     counts = np.bincount(codes, minlength=len(names))
-    largest = [at for at in np.argsort(-counts, kind="stable") if counts[at] >= LEAST_ROWS]
-    own = largest[:MOST_GROUPS]
+    largest = np.argsort(-counts, kind="stable")[:_MOST_GROUPS]
+    own = largest[counts[largest] >= _LEAST_ROWS]
     found = [measured("all rows", np.ones(len(codes), np.bool_))]
     found += [measured(names[at], codes == at) for at in own]
-    others = ~np.isin(codes, own)
-    return (*found, measured("other", others)) if others.any() else tuple(found)
+    if (others := ~np.isin(codes, own)).any():
+        found.append(measured(_OTHERS, others))
+    return tuple(found)
 
 
 class StoredPredictions(NamedTuple):

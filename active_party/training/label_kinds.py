@@ -185,12 +185,6 @@ class NumberLabels:
 LabelKind: TypeAlias = ClassLabels | NumberLabels
 
 
-def by_column(kind: LabelKind, predictions: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
-    """Return predictions in units, (rows,) or (rows, classes), by their columns in a table."""
-    columns = predictions.reshape(len(predictions), -1).T
-    return dict(zip(kind.columns, columns, strict=True))
-
-
 def kind_of(settings: DataSettings, training: Tensor | None = None) -> LabelKind:
     """Return the kind of labels; ``training`` are those of the training rows, to measure with."""
     if settings.label_range is None:

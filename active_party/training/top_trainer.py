@@ -13,6 +13,7 @@ from splitveil.active_party.defenses.interface import Defended, Defense, Objecti
 from splitveil.active_party.defenses.noise import AnswerKeys
 from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.training.boosting import WithTrees
+from splitveil.active_party.training.evaluation import HeldOutPredictions
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, LossWeights
 from splitveil.active_party.training.own_models import CutMemory, KnownRows
 from splitveil.common.data.features import Features
@@ -196,13 +197,13 @@ class TopTrainer:
 
     def logits(
         self, positions: Positions, model: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> HeldOutPredictions | None:
         """Return logits and labels of some rows at their last activations, on the CPU, if known."""
         if self.memory is None or not self.memory.is_filled or not len(positions):
             return None
         rows = torch.from_numpy(positions.copy())
         logits = self._known(self.memory).logits(model or self.model, rows)
-        return logits.cpu(), self.labels_of(positions)
+        return HeldOutPredictions(logits.cpu(), self.labels_of(positions))
 
     def _known(self, memory: CutMemory) -> KnownRows:
         return KnownRows(self._labels, self._features, memory, self._weights, self.kind)

@@ -14,6 +14,7 @@ The encoder is fitted on a party's own training rows only and saved with its mod
 - Images are not changed.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -266,15 +267,13 @@ class FeatureEncoder(Section):
 
     def by_column(self, features: Features) -> dict[str, NDArray[Any]]:
         """Return encoded numbers and categories by column; no lists, sequences and images."""
-        numbers = (name for name, _ in self.numeric_parts[: len(self.numeric + self.indicators)])
-        found: dict[str, NDArray[Any]] = {}
-        for names, part in (
-            (numbers, features.numeric),
-            ((column.name for column in self.categorical), features.categorical),
-        ):
-            if part is not None:
-                found |= dict(zip(names, np.asarray(part).T, strict=False))
-        return found
+        names = [name for name, _ in self.numeric_parts[: len(self.numeric + self.indicators)]]
+        parts = (
+            (names, features.numeric),
+            ([c.name for c in self.categorical], features.categorical),
+        )
+        found = [zip(one, np.asarray(of).T, strict=False) for one, of in parts if of is not None]
+        return dict(itertools.chain(*found))
 
     @property
     def numeric_parts(self) -> tuple[tuple[str, int], ...]:

@@ -169,23 +169,22 @@ def _kinds_of(error: type[PeerError]) -> Iterator[str]:
 Columns = Mapping[str, NDArray[Any]]
 
 WINDOW_ROWS = 1000
-LEAST_REFERENCE_ROWS = 200  # fewer differ from any others by chance
 DRIFTED = 0.25  # a usual limit for the index (Siddiqi 2006)
-REFERENCE = "reference_bins"  # metadata of a model
+_LEAST_REFERENCE_ROWS = 200  # fewer differ from any others by chance
+_REFERENCE = "reference_bins"  # metadata of a model
 
 
 def reference_bins(columns: Columns) -> dict[str, str]:
-    """Return a model's metadata with bins of its rows' values: of up to ten values, or deciles."""
+    """Return a model's metadata with bins of its rows' values: deciles, or up to ten values."""
     bins = {}
     for name, values in columns.items():
-        if len(values) >= LEAST_REFERENCE_ROWS:
+        if len(values) >= _LEAST_REFERENCE_ROWS:
             edges = np.unique(values)
             if len(edges) > 10:
                 edges = np.unique(np.quantile(values, np.arange(1, 10) / 10))
-            else:
-                edges = np.append(edges, np.nextafter(edges[-1], math.inf))
+            edges = np.append(edges, np.nextafter(edges[-1], math.inf))  # larger ones are others
             bins[name] = edges.tolist(), _shares(values, edges).tolist()
-    return {REFERENCE: json.dumps(bins)} if bins else {}
+    return {_REFERENCE: json.dumps(bins)} if bins else {}
 
 
 def _shares(values: NDArray[Any], edges: NDArray[Any]) -> NDArray[np.float64]:
@@ -194,7 +193,7 @@ def _shares(values: NDArray[Any], edges: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def stability_index(now: NDArray[np.float64], then: NDArray[np.float64]) -> float:
-    """Return the population stability index of shares of rows in the same bins.
+    """Return the population stability index (PSI) of shares of rows in the same bins.
 
     PSI = sum over bins of (now - then) ln(now / then), with no share below 1e-4
     """
@@ -203,24 +202,20 @@ def stability_index(now: NDArray[np.float64], then: NDArray[np.float64]) -> floa
 
 
 class Drift:
-    """Compares the rows that are asked for with a model's own, a thousand at a time.
+    """Compares rows that are asked for with those of a model's metadata, a thousand at a time.
 
-    Args:
-        metadata: of the model, with its reference bins; without any, nothing is compared.
-        columns_of: returns the values of noted rows by column.
-        show: gets the column that differs most, and its index.
+    The gauge gets the index of the column that differs most, whose name is its label.
     """
 
     def __init__(
         self,
         metadata: Mapping[str, str],
         columns_of: Callable[[NDArray[Any]], Columns],
-        show: Callable[[str, float], object],
+        gauge: Gauge,
     ) -> None:
-        bins = json.loads(metadata.get(REFERENCE, "{}"))
+        bins = json.loads(metadata.get(_REFERENCE, "{}"))
         self._bins = {name: tuple(map(np.array, both)) for name, both in bins.items()}
-        self._columns_of = columns_of
-        self._show = show
+        self._columns_of, self._gauge = columns_of, gauge
         self._noted: list[NDArray[Any]] = []
         self._lock = threading.Lock()
 
@@ -233,21 +228,17 @@ class Drift:
             if sum(map(len, self._noted)) < WINDOW_ROWS:
                 return
             together, self._noted = np.concatenate(self._noted), []
-        columns = self._columns_of(together)
-        found = {
-            name: stability_index(_shares(columns[name], edges), then)
-            for name, (edges, then) in self._bins.items()
-        }
-        name = max(found, key=found.__getitem__)
-        self._show(name, found[name])
-        if found[name] > DRIFTED:
+        columns, found = self._columns_of(together), dict[str, float]()
+        for name, (edges, then) in self._bins.items():
+            found[name] = stability_index(_shares(columns[name], edges), then)
+        index, name = max((index, name) for name, index in found.items())
+        self._gauge.clear()
+        self._gauge.labels(name).set(index)
+        if index > DRIFTED:
             _logger.warning(
-                "drift: the last %s rows that were asked for differ from those of the run in %s "
-                "(population stability index %.2f, above %g): see whether the model still fits",
-                f"{len(together):,}",
-                name,
-                found[name],
-                DRIFTED,
+                "drift: the last %s rows that were asked for differ from those of the run, most in "
+                "%s (PSI %.2f, above %g): see whether the model still fits",
+                *(f"{len(together):,}", name, index, DRIFTED),
             )
 
 

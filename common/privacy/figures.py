@@ -8,7 +8,7 @@ attack, all of the cut layer; ``epsilon_lower_bound`` is a number, and
 import math
 from dataclasses import dataclass, field, fields
 from operator import ge, itemgetter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator
 
@@ -77,6 +77,9 @@ class GroupFigures(NamedTuple):
     actual: Maybe[Estimate] = None  # share of rows with label 1
     selected: Maybe[Estimate] = None  # share of rows whose score reaches the same threshold
     auc: Maybe[Estimate] = None
+
+
+Groups: TypeAlias = tuple[GroupFigures, ...] | None
 
 
 @dataclass(frozen=True)

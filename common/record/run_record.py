@@ -31,7 +31,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.figures import (
     LEAK_TABLES,
     AttackFigure,
-    GroupFigures,
+    Groups,
     LeakBounds,
     LeakFigures,
     PredictionFigures,
@@ -226,7 +226,7 @@ class ModelFigures(Form):
     """Of the copy fitted to the true labels, on the test rows."""
     alone: Annotated[PredictionFigures | None, Flat("test_", "_alone")] = None
     """Of a model of the active party's own features only, on the test rows."""
-    groups: Annotated[Maybe[tuple[GroupFigures, ...]], Key("test_groups"), IF_ANY] = None
+    groups: Annotated[Maybe[Groups], Key("test_groups"), IF_ANY] = None
     """Of the model that predicts, all test rows first (``report.group_column``)."""
 
 

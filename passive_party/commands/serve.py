@@ -65,7 +65,7 @@ def _service(
     settings: PassiveSettings, status: InferenceStatus, table: Path | None
 ) -> InferenceService:
     model = ServedModel.load(settings, command_line.prepare(settings), table)
-    model.drift = Drift(model.metadata, model.rows.by_column, status.note_drift)
+    model.drift = Drift(model.metadata, model.rows.by_column, status.drift)
     logger.info(
         "the model of %s answers for %s rows of %s",
         model.identity,

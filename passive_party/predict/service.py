@@ -58,12 +58,8 @@ class InferenceStatus(PartyStatus):
         self._waited = self.metrics.counter(
             "embed_waited_seconds", "Seconds for which answers.ids_per_second held requests back."
         )
-        self._drift = self.metrics.gauge(
-            "column_psi",
-            "Population stability index of the last 1,000 rows asked for against those of the "
-            "training, of the column that differs most.",
-            ["column"],
-        )
+        about = "Drift of the last 1,000 rows asked for from training rows, in the worst column."
+        self.drift = self.metrics.gauge("column_psi", about, ["column"])
         # From 0 on: an increase from nothing to 1 is none to Prometheus.
         for call in CALLS:
             self._requests.labels(call)
@@ -91,10 +87,6 @@ class InferenceStatus(PartyStatus):
         self._ids.labels("known").inc(num_known)
         self._ids.labels("unknown").inc(num_ids - num_known)
         self._seconds.observe(seconds)
-
-    def note_drift(self, column: str, index: float) -> None:
-        self._drift.clear()
-        self._drift.labels(column).set(index)
 
     def note_masked(self, num_ids: int) -> None:
         """Count masked ids whose keys for sealed rows were requested."""

@@ -96,7 +96,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     # Those of serve exist before the first request (tests/system/test_served_status.py).
     serving = (OnlineStatus(contract), InferenceStatus("passive", contract))
     for one in serving:  # but for this one, which needs a thousand rows
-        one.note_drift("age", 0.1)
+        one.drift.labels("age").set(0.1)
     of_numbers = tmp_path_factory.mktemp("numbers")
     write_numbers(of_numbers, rows=300)
     shorter = ("contract.epochs=1",)

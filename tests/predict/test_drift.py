@@ -1,9 +1,8 @@
 """Drift after going live: the index, its windows, and what both parties' ``serve`` show of it."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ import pyarrow.compute as pc
 import pytest
 import torch
 from numpy.typing import NDArray
+from prometheus_client import CollectorRegistry, Gauge
 from pyarrow import parquet
 
 from splitveil import Run, simulate
@@ -22,8 +22,7 @@ from splitveil.active_party.http.service import AnswerService, PendingReply, Rul
 from splitveil.active_party.http.status import Call, OnlineStatus
 from splitveil.active_party.predict.predictor import JointModel, Predictions
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.training.evaluation import read_predictions
-from splitveil.active_party.training.label_kinds import CLASS_LABELS, by_column
+from splitveil.active_party.training.evaluation import by_score, read_predictions
 from splitveil.common.party.party_status import Drift, reference_bins, stability_index
 from splitveil.library.trained import settings_of
 from splitveil.passive_party.predict.served_model import ServedModel
@@ -32,17 +31,20 @@ from splitveil.passive_party.settings import PassiveSettings
 from tests.support.endpoints import series_of
 
 UNIFORM = np.arange(1000) / 1000
-SCORES = ("splitveil_score_psi", (("model", "joint"),))
+SCORES = ("splitveil_score_psi", (("score", "0"),))
 
 
-def watching(values: NDArray[Any]) -> tuple[Drift, list[float]]:
-    shown = list[float]()
+def known(index: float | None) -> float:
+    assert index is not None
+    return index
 
-    def show(name: str, index: float) -> None:
-        assert name == "x"
-        shown.append(index)
 
-    return Drift(reference_bins({"x": values}), lambda rows: {"x": rows}, show), shown
+def watching(values: NDArray[Any]) -> tuple[Drift, Callable[[], float | None]]:
+    """Return a watch over one column, and a function that says what the gauge shows."""
+    registry = CollectorRegistry()
+    gauge = Gauge("psi", "", ["column"], registry=registry)
+    drift = Drift(reference_bins({"x": values}), lambda rows: {"x": rows}, gauge)
+    return drift, lambda: registry.get_sample_value("psi", {"column": "x"})
 
 
 def test_the_index_is_that_of_a_calculation_by_hand() -> None:
@@ -53,27 +55,28 @@ def test_the_index_is_that_of_a_calculation_by_hand() -> None:
     # All rows in two of ten bins: 2 (.4 ln 5) + 8 (.0999 ln 1000), an empty one counting as 1e-4.
     drift, shown = watching(UNIFORM)
     drift.note(0.8 + UNIFORM / 5.001)
-    assert shown == [pytest.approx(6.8083, abs=1e-3)]
+    assert shown() == pytest.approx(6.8083, abs=1e-3)
 
 
 def test_the_same_rows_have_an_index_of_0_and_nothing_is_shown_before_a_thousand() -> None:
     drift, shown = watching(UNIFORM)
     drift.note(UNIFORM[:999])
-    assert shown == []
+    assert shown() is None
     drift.note(UNIFORM[999:])
-    assert shown == [pytest.approx(0, abs=1e-12)]
-    for part in np.split(UNIFORM, 4):  # a window of its own
-        drift.note(part)
-    assert len(shown) == 2
+    assert shown() == pytest.approx(0, abs=1e-12)
+    drift.note(UNIFORM[500:])  # begins another thousand
+    assert shown() == pytest.approx(0, abs=1e-12)
+    drift.note(UNIFORM[500:])
+    assert known(shown()) > 0.25
 
 
 @pytest.mark.parametrize("values", [[0.0, 1.0] * 500, [3.0] * 1000, UNIFORM.astype(np.float32)])
 def test_values_that_repeat_fall_into_the_bins_that_they_had(values: Sequence[float]) -> None:
     drift, shown = watching(np.array(values))
     drift.note(np.array(values))
-    assert shown == [pytest.approx(0, abs=1e-12)]
+    assert shown() == pytest.approx(0, abs=1e-12)
     drift.note(np.full(1000, 7.0))
-    assert shown[1] > 0.25
+    assert known(shown()) > 0.25
 
 
 def test_a_warning_comes_once_a_window_and_holds_no_value(
@@ -90,7 +93,7 @@ def test_a_warning_comes_once_a_window_and_holds_no_value(
 def test_too_few_rows_of_the_run_are_no_reference() -> None:
     drift, shown = watching(UNIFORM[:199])
     drift.note(UNIFORM)
-    assert shown == []
+    assert shown() is None
     assert reference_bins({"x": UNIFORM[:199]}) == {}
 
 
@@ -154,7 +157,7 @@ def test_the_feature_owner_names_the_column_that_differs_most(run: Run, tmp_path
     for table, (least, most) in ((None, (0, 0.05)), (tmp_path / "cents.parquet", (0.5, 10))):
         status = InferenceStatus("passive", settings.contract)
         model = ServedModel.load(settings, torch.device("cpu"), table)
-        model.drift = Drift(model.metadata, model.rows.by_column, status.note_drift)
+        model.drift = Drift(model.metadata, model.rows.by_column, status.drift)
         model.embed(ids[:999])
         model.embed(["nobody"])  # has no values
         assert psi_of(status) == {}
@@ -170,7 +173,7 @@ def test_the_label_owner_compares_the_scores_that_it_gives_out(run: Run) -> None
     assert stored is not None
     scores = (1 / (1 + np.exp(-stored.logits))).astype(np.float32)  # of the test rows
     metadata = JointModel.load(settings, torch.device("cpu")).metadata
-    drift = Drift(metadata, partial(by_column, CLASS_LABELS), status.note_drift)
+    drift = Drift(metadata, by_score, status.drift)
     service = answering(drift)
     answer(service, np.resize(scores, 999))
     assert SCORES not in series_of(status)

@@ -33,7 +33,7 @@ def known(found: FoundT | None) -> FoundT:
 
 
 def figures_of(groups: CategoricalColumn, test: HeldOutPredictions) -> dict[str, GroupFigures]:
-    return {one.group: one for one in measure_groups(groups, np.arange(ROWS), test)}
+    return {one.group: one for one in known(measure_groups(groups, np.arange(ROWS), test))}
 
 
 def test_each_group_has_the_figures_of_its_own_rows() -> None:
@@ -46,9 +46,11 @@ def test_each_group_has_the_figures_of_its_own_rows() -> None:
     groups = CategoricalColumn(codes, pa.array(["north", "south", "far"]))
     test = HeldOutPredictions(torch.from_numpy(scores), torch.from_numpy(labels))
     found = figures_of(groups, test)
-    assert list(found) == ["all rows", "north", "south", "no entry", "other"]
+    *names, other = found
+    assert names == ["all rows", "north", "south", "no entry"]
     assert sum(one.rows or 0 for one in found.values()) == 2 * ROWS
-    assert found["other"] == GroupFigures("other", (codes == 2).sum())  # too few for any figure
+    assert found[other] == GroupFigures(other, (codes == 2).sum())  # too few for any figure
+    assert other.startswith("other: of fewer than 50 rows")
     for name, rows in (("north", codes == 0), ("south", south), ("no entry", codes == -1)):
         one, auc = found[name], known(found[name].auc)
         assert auc.value == pytest.approx(roc_auc_score(labels[rows], scores[rows]))

@@ -38,6 +38,7 @@ from splitveil.active_party.training.evaluation import measure_groups, save_pred
 from splitveil.active_party.training.own_models import Fitting, build_alone, fit
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment.store import ExchangeStores
+from splitveil.common.data.stored_ids import ids_at
 from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer
@@ -55,6 +56,7 @@ from splitveil.common.text.wording import VERSION
 logger = logging.getLogger("splitveil.active_party")
 
 _EPOCHS_ALONE = 50
+_ROWS_ALONE = 2**21  # of all epochs but the first, of which many rows need few
 _ACTIVATIONS = "activations.safetensors"
 
 _WHAT_NOW = (
@@ -205,7 +207,7 @@ def save_alone(
             partial(build_optimizer, optimizer),
             settings.contract.batch_size,
             settings.model_seed,
-            _EPOCHS_ALONE,
+            min(_EPOCHS_ALONE, 1 + _ROWS_ALONE // len(splits["train"])),
         ),
     )
     identity = model_files.identity_metadata(_identity(session), settings.contract)
@@ -243,7 +245,7 @@ def _save_activations(
     for number, name in enumerate(SPLITS):
         of_split[torch.from_numpy(rows.splits[name].copy())] = number
     tensors = {
-        "names": torch.from_numpy(names_of(session.ids[row] for row in rows.file_rows).copy()),
+        "names": torch.from_numpy(names_of(ids_at(session.ids, rows.file_rows)).copy()),
         "splits": of_split,
         "activations": trainer.memory.at(torch.arange(len(rows))),
     }

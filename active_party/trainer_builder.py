@@ -29,6 +29,7 @@ from splitveil.common.data.columns import (
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
 from splitveil.common.data.ids import read_subjects
 from splitveil.common.data.kinds import open_source
+from splitveil.common.data.stored_ids import ids_at
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.data_parallel import Beginning, Learner, begin
 from splitveil.common.models.device import speed_up
@@ -152,7 +153,7 @@ class TrainerBuilder:
         if self._persons is not None:
             persons, file_rows = self._persons.names, rows.file_rows[train]
             digest += hashlib.sha256(persons.data).hexdigest()
-            ids_of_rows = names_of(self._data.ids[row] for row in file_rows)
+            ids_of_rows = names_of(ids_at(self._data.ids, file_rows))
             pairs = np.concatenate([ids_of_rows, persons[file_rows]], axis=1)
             whose = hashlib.sha256(np.unique(pairs, axis=0).data).hexdigest()
         secrets = Secrets(self._noise_key, answer_keys, ids, labels, self._device, whose)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.common.data.columns import CategoricalColumn
+from splitveil.common.data.stored_ids import ids_at
 from splitveil.common.errors import SettingsError
 from splitveil.common.party.party_status import reference_bins
 from splitveil.common.privacy.adjusted_auc import placements
@@ -211,7 +212,7 @@ def save_predictions(
     folder: Path, ids: Sequence[str], rows: AlignedRows, predictions: HeldOutPredictions
 ) -> None:
     """Write the predictions of the test rows into a run's folder."""
-    digests = _digests(ids[row] for row in rows.file_rows[rows.splits["test"]])
+    digests = _digests(ids_at(ids, rows.file_rows[rows.splits["test"]]))
     tensors = {
         "ids": torch.from_numpy(digests.view(np.uint8).reshape(-1, _DIGEST_BYTES).copy()),
         "logits": predictions.logits,
@@ -254,7 +255,7 @@ def _digests(ids: Iterable[str]) -> npt.NDArray[np.void]:
 
 
 def _digest_of(ids: Sequence[str], rows: AlignedRows, positions: Positions) -> bytes:
-    digests = _digests(ids[row] for row in rows.file_rows[positions])
+    digests = _digests(ids_at(ids, rows.file_rows[positions]))
     # Adding up modulo 2^64, lane by lane, needs no sorting; the sum of random words is a digest
     # against mix-ups, not against somebody who chooses ids.
     lanes = np.frombuffer(digests.tobytes(), dtype="<u8").reshape(-1, _DIGEST_BYTES // 8)

@@ -128,7 +128,7 @@ def plan_of(
             f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target_leak_auc}"
         )
     contract = settings.contract
-    labels, num_classes = data.labels_of(data.ids), data.settings.num_classes
+    labels, num_classes = data.labels_at(np.arange(len(data.ids))), data.settings.num_classes
     # Without two classes there are no positives, and charges do not depend on shares.
     pos_fraction = float(labels.double().mean()) if num_classes == 2 else 1 / num_classes
     training_rows = data.training_rows(contract.split)

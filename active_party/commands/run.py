@@ -76,7 +76,7 @@ def train(
     try:
         return serve(session)
     finally:
-        recorder.note_refit(results.save_results(settings, folder, session, builder))
+        recorder.note_refit(*results.save_results(settings, folder, session, builder))
         recorder.note_alone(results.save_alone(settings, folder, session, builder))
 
 

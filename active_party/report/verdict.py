@@ -16,11 +16,12 @@ from splitveil.active_party.defenses import DefenseContext, DefenseSettings, NoD
 from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
 from splitveil.active_party.defenses.section import ChargeModel
 from splitveil.active_party.report.run_files import RunFiles
-from splitveil.active_party.report.tables import Estimate, estimate_of
+from splitveil.active_party.report.tables import estimate_of
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.data.settings import ONE_NUMBER
 from splitveil.common.party.cover import ended_early_by
 from splitveil.common.privacy.charge import Adversary
+from splitveil.common.privacy.figures import Estimate
 from splitveil.common.record.assessment import Finding, LeakAssessment, passes_stated
 from splitveil.common.record.run_record import ModelFigures
 from splitveil.common.text.wording import at_least, at_most, auc_at_most

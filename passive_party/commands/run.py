@@ -38,7 +38,7 @@ from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.exposure_plan import remedy_of
 from splitveil.passive_party.feature_exposure import Sample, SentInEpochs, measure_exposure
 from splitveil.passive_party.grpc_peer import Connect, checked_connection, idle_peer
-from splitveil.passive_party.information_value import information_values
+from splitveil.passive_party.information_value import information_values, losses
 from splitveil.passive_party.opening import Aligner
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -215,8 +215,8 @@ def try_to_measure(
             write_exposure(folder, found)
             # By itself: no release that the peer makes up may keep the rest from being written.
             what = "information values of the columns"
-            values = information_values(trainer, encoder)
-            write_exposure(folder, replace(found, values=values))
+            values, (each, spare) = information_values(trainer, encoder), losses(trainer, encoder)
+            write_exposure(folder, replace(found, values=values, losses=each, spare=spare))
     except SplitveilError as error:  # a full disk needs no traceback
         logger.error("%s", error)
     except Exception:

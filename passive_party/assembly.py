@@ -30,7 +30,7 @@ from splitveil.passive_party.bottom_trainer import (
     named_layer,
     stashing_weights,
 )
-from splitveil.passive_party.exposure_plan import check_exposure
+from splitveil.passive_party.exposure_plan import MOST_FITTED, check_exposure
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger("splitveil.passive_party")
@@ -135,10 +135,12 @@ class BottomBuilder:
         self._pretrained.put_into(model)
         before_labels: tuple[Tensor, Sequence[str]] | None = None
         if isinstance(model, ComponentsBottom) and own_rows is not None:
-            blocks = partial(self._data.blocks, encoder, own_rows)
             if isinstance(settings.bottom_model, ScoreModel):
+                blocks = partial(self._data.blocks, encoder, own_rows)
                 before_labels = model.before_labels(blocks), encoder.names
             else:
+                some = np.random.default_rng(0).permutation(own_rows)[:MOST_FITTED]
+                blocks = partial(self._data.blocks, encoder, np.sort(some))
                 model.fit(blocks, is_final=contract.is_one_shot)
         if self._earlier is not None:
             self._earlier.put_into(model)

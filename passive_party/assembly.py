@@ -139,9 +139,12 @@ class BottomBuilder:
                 blocks = partial(self._data.blocks, encoder, own_rows)
                 before_labels = model.before_labels(blocks), encoder.names
             else:
-                some = np.random.default_rng(0).permutation(own_rows)[:MOST_FITTED]
-                blocks = partial(self._data.blocks, encoder, np.sort(some))
-                model.fit(blocks, is_final=contract.is_one_shot)
+                some = np.sort(np.random.default_rng(0).permutation(own_rows)[:MOST_FITTED])
+                is_final = contract.is_one_shot
+                try:
+                    model.fit(partial(self._data.blocks, encoder, some), is_final=is_final)
+                except SettingsError:  # a part may lack directions that the whole has
+                    model.fit(partial(self._data.blocks, encoder, own_rows), is_final=is_final)
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)

@@ -4,8 +4,7 @@
         [--rows 67000] [--features 64] [--epochs 20] [--rtt 40 --rate 100]
     python -m benchmarks.whole_run --sizes 10000 100000 1000000 --features 16 --epochs 3
     SPLITVEIL_DATA=FOLDER python -m benchmarks.whole_run --init 20000 [--rounds 3]
-    OMP_NUM_THREADS=1 python -m benchmarks.whole_run --one-pass 10000 100000 1000000
-        [--without-curve] [--cached]
+        [--rtt 100 --rate 100] [--nvflare PYTHON]
 
 A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, float32, one torch
 thread per process. Each round runs, one after the other:
@@ -28,16 +27,10 @@ and how it grows: with exponent 1, ten times the rows cost ten times as much.
 
 ``--init`` compares one pass with gradients, both of cut 64, over a whole job: with the settings
 that ``splitveil init`` writes for so many rows of ``default_credit``, from the start of the first
-process to both reports, over mutual TLS. Beside them, scikit-learn's boosting in one process reads
-both files, joins them by id, and is fitted and tested on the joined rows.
-
-``--one-pass`` runs ``splitveil align`` and a whole job in one pass with each number of rows, ids
-all in common: 4 numbers at the label owner, 16 at the feature owner, which sends 16 components of
-each row; the label owner fits its network, trees and the model of its own columns. Prints both, the
-whole job over the alignment alone, and how each grows. ``--without-curve`` puts an exclusive or in
-the place of each multiplication on the curve, whose time follows from the number of ids, and leaves
-the rest of the exchange as it is: what ten million rows cost beside it. ``--cached`` converts both
-tables to memory-mapped columns first, which counts.
+process to both reports, over mutual TLS, and again over the line of ``--rtt``. Beside them,
+scikit-learn's boosting in one process reads both files, joins them by id, and is fitted and tested
+on the joined rows; and with ``--nvflare PYTHON``, NVIDIA FLARE's recipes work on the same files
+(``benchmarks.nvflare_job``).
 """
 
 import argparse
@@ -46,7 +39,6 @@ import math
 import multiprocessing
 import os
 import resource
-import shutil
 import statistics
 import subprocess
 import sys
@@ -67,7 +59,6 @@ from benchmarks.environment import free_port, in_a_process, print_environment, s
 from benchmarks.first_settings import FILES, MODES, Rows, is_of, prepare
 from benchmarks.slow_line import Line, between
 from splitveil.deploy.authority import PartyFolder, make_certificates
-from splitveil.deploy.init.proposal import recommended_sizes
 from splitveil.experiments.preparation import write_columns
 
 BARE: dict[str, Any] = {"leak_monitor": None, "defense": {"name": "none"}}
@@ -326,32 +317,37 @@ def wait_for_end(parties: Parties) -> tuple[float, ...]:
 # ---- with the settings of init -------------------------------------------------------------------
 
 
-def print_jobs(num_rows: int, rounds: int) -> None:
-    """Print wall and CPU time of both parties, and the bytes that they exchange."""
+def print_jobs(num_rows: int, rounds: int, line: Line | None, nvflare: str | None) -> None:
+    """Print the time and CPU time of both parties, what they exchange, and their memory."""
+    lines = {"": None} | ({", slow line": line} if line else {})
+    in_one = {"joined": [sys.executable, "-c", JOINED]}
+    if nvflare:
+        in_one["NVIDIA FLARE"] = [nvflare, "-c", "import nvflare_job; nvflare_job.main()"]
     found: dict[str, list[tuple[float, ...]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepare("default_credit", folder, Rows(1, training=round(0.8 * num_rows)))
         make_certificates(folder / "certificates", NAMES)
         for _ in range(rounds):
-            for mode in ("PCA 64", "no defense", "joined"):
-                cost = joined(folder) if mode == "joined" else job(folder, MODES[mode])
-                found.setdefault(mode, []).append(cost)
-                print(mode, found[mode][-1], flush=True)
-    print("\n| | wall, s | ratio | CPU s | ratio | MB on the wire | ratio |")
-    print("|---" * 7 + "|")
-    first = [statistics.median(values) for values in zip(*found["no defense"], strict=True)]
+            for mode in ("PCA 64", "no defense"):
+                for name, one in lines.items():
+                    found.setdefault(mode + name, []).append(job(folder, one, MODES[mode]))
+            for name, call in in_one.items():
+                found.setdefault(name, []).append(program(call, folder))
+            print({name: costs[-1] for name, costs in found.items()}, flush=True)
+    print("\n| | wall, s | CPU s | MB on the wire | MiB, active | MiB, passive |")
+    print("|---" * 6 + "|")
     for mode, measured in found.items():
         middle = [statistics.median(values) for values in zip(*measured, strict=True)]
-        cells = (f"{x:.1f} | {x / y:.3f}" for x, y in zip(middle, first, strict=True))
-        print(f"| {mode} | {' | '.join(cells)} |")
+        print(f"| {mode} | {' | '.join(f'{x:.1f}' for x in middle)} |")
 
 
-def job(folder: Path, changed: Sequence[str]) -> tuple[float, float, float]:
-    """Run both parties with their files and changed settings; return seconds, CPU s and MB."""
+def job(folder: Path, line: Line | None, changed: Sequence[str]) -> tuple[float, ...]:
+    """Run both parties with their files and changed settings; return what ``print_jobs`` prints."""
     port, carried = free_port(), multiprocessing.Value("Q")
+    line = (line or Line())._replace(carried=carried)
     begun, ended_before_s = time.monotonic(), cpu_of_ended()
-    with tempfile.TemporaryDirectory() as runs, between(port, Line(carried=carried)) as nearest:
+    with tempfile.TemporaryDirectory() as runs, between(port, line) as nearest:
         addresses = {
             "active": f"listen=127.0.0.1:{port}",
             "passive": f"connect=127.0.0.1:{nearest}",
@@ -365,12 +361,12 @@ def job(folder: Path, changed: Sequence[str]) -> tuple[float, float, float]:
             options = ["--runs", runs, *(f"--set={one}" for one in chosen)]
             parties[party] = start(party, folder / f"{party}.yaml", options)
         try:
-            wait_for_end(parties)
+            memory_mib = wait_for_end(parties)
         finally:
             for process in parties.values():
                 process.kill()
         took_s = time.monotonic() - begun
-    return took_s, cpu_of_ended() - ended_before_s, carried.value / 1e6
+    return took_s, cpu_of_ended() - ended_before_s, carried.value / 1e6, *memory_mib
 
 
 JOINED = """
@@ -390,117 +386,12 @@ print(roc_auc_score(labels[is_test], trees.decision_function(x[is_test])))
 """
 
 
-def joined(folder: Path) -> tuple[float, float, float]:
-    """Fit boosting to the joined rows in one process; return seconds, CPU s and no MB."""
+def program(call: Sequence[str], folder: Path) -> tuple[float, ...]:
+    """Run a program on both parties' files; return its seconds and CPU seconds."""
     begun, ended_before_s = time.monotonic(), cpu_of_ended()
-    command = [sys.executable, "-c", JOINED, *(str(folder / file) for file in FILES)]
-    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
-    return time.monotonic() - begun, cpu_of_ended() - ended_before_s, 0.0
-
-
-# ---- many rows in one pass ----------------------------------------------------------------------
-
-WITHOUT_CURVE = """
-import sys
-import numpy as np
-from splitveil.command.program import main
-from splitveil.common.alignment import ristretto
-
-group = ristretto.load()
-
-def masked(digests, scalar):
-    points = np.frombuffer(digests, np.uint8).reshape(-1, 64)[:, :32].copy()
-    points[:, 31] &= 0x7F
-    return multiplied(points, scalar)
-
-def multiplied(points, scalar):
-    rows = np.frombuffer(points, np.uint8).reshape(-1, 32)
-    return (rows ^ np.frombuffer(scalar, np.uint8)).tobytes()
-
-group.mask, group.multiply = masked, multiplied
-main(sys.argv[1:])
-"""
-
-
-def write_one_pass(folder: Path, rows: int, is_cached: bool) -> None:  # noqa: FBT001
-    x, labels = table(Work(rows, 20))
-    sizes, address = recommended_sizes(rows), f"127.0.0.1:{free_port()}"
-    contract: dict[str, Any] = {
-        "run_name": "whole",
-        "exchange": "one_shot",
-        "cut_shape": [16],
-        "batch_size": sizes.batch_size,
-        "schedule": {"warmup_steps": sizes.warmup_steps, "decay": "cosine"},
-        "alignment": {"max_set_size": rows},
-    }
-    optimizer = {"kind": "adamw", "learning_rate": 0.004, "weight_decay": 0.01}
-    own: dict[str, dict[str, Any]] = {
-        "active": {
-            "listen": address,
-            "top_model": {"kind": "tabular", "hidden": [64]},
-            "optimizer": optimizer,
-            "refit": {"epochs": sizes.epochs, "boosting": True},
-            "defense": {"name": "none"},
-            "serving": {"fallback": True},
-        },
-        "passive": {"connect": address, "bottom_model": {"kind": "pca"}},
-    }
-    for seed, (party, columns) in enumerate(
-        {"active": {"label": labels.long(), "own": x[:, :4]}, "passive": {"x": x[:, 4:]}}.items()
-    ):
-        order = np.random.default_rng(seed).permutation(rows)
-        ids = np.array([f"{row:09d}" for row in order.tolist()])
-        written = {name: values.numpy()[order] for name, values in columns.items()}
-        write_columns(folder / f"{party}.parquet", id=ids, **written)
-        source = {"kind": "parquet", "path": f"{party}.parquet"}
-        source |= {"cache_dir": f"{party}-cache"} if is_cached else {}
-        data: dict[str, Any] = {"source": source, "id_column": "id"}
-        data |= {"features": {"numeric": "own*" if party == "active" else "x*"}}
-        data |= {"label_column": "label"} if party == "active" else {}
-        own[party] |= {"contract": "contract.yaml", "data": data}
-        own[party]["security"] = security(folder, party)
-    make_certificates(folder / "certificates", NAMES)
-    for name, values in {"contract": contract, **own}.items():
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(values))
-
-
-def print_one_pass(sizes: Sequence[int], *, is_cached: bool, without_curve: bool) -> None:
-    program = ["-c", WITHOUT_CURVE] if without_curve else ["-m", "splitveil"]
-    print("\n| rows | | wall, s | CPU s | MiB active | MiB passive |")
-    print("|---" * 6 + "|")
-    before: dict[str, tuple[float, ...]] = {}
-    for rows in sizes:
-        with tempfile.TemporaryDirectory() as scratch:
-            folder = Path(scratch)
-            in_a_process(write_one_pass, folder, rows, is_cached)
-            now = {what: one_pass(folder, program, what) for what in ("align", "run")}
-        for what, cost in now.items():
-            print(f"| {rows:,} | {what} |", " | ".join(f"{x:,.4g}" for x in cost), "|", flush=True)
-            if what in before:
-                scale = math.log(rows / before["rows"][0])
-                grown = (math.log(x / y) / scale for x, y in zip(cost, before[what], strict=True))
-                print("| exponent | |", " | ".join(f"{x:.2f}" for x in grown), "|")
-        over = (x / y for x, y in zip(now["run"], now["align"], strict=True))
-        print("| run / align | |", " | ".join(f"{x:.2f}" for x in over), "|", flush=True)
-        before = {"rows": (rows,), **now}
-
-
-def one_pass(folder: Path, program: Sequence[str], what: str) -> tuple[float, ...]:
-    """Return seconds and CPU seconds of both parties, and the memory of each."""
-    begun, ended_before_s = time.monotonic(), cpu_of_ended()
-    for cache in folder.glob("*-cache"):
-        shutil.rmtree(cache)
-    parties = {}
-    for party in ("active", "passive"):
-        command = [sys.executable, *program, what, f"{party}.yaml", "-qq"]
-        command += ["--output", f"{party}-aligned.parquet"] if what == "align" else []
-        parties[party] = subprocess.Popen(command, cwd=folder, stdout=subprocess.DEVNULL)
-    try:
-        most = wait_for_end(parties)
-    finally:
-        for process in parties.values():
-            process.kill()
-    return time.monotonic() - begun, cpu_of_ended() - ended_before_s, *most
+    paths = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([*call, *(folder / file for file in FILES)], env=os.environ | paths, check=True)
+    return time.monotonic() - begun, cpu_of_ended() - ended_before_s
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -522,9 +413,7 @@ def main() -> None:
     parser.add_argument("--threads", action="store_true", help="CPU time by thread, too")
     parser.add_argument("--sizes", type=int, nargs="+", help="numbers of rows to compare")
     parser.add_argument("--init", type=int, metavar="ROWS", help="whole jobs of so many rows")
-    parser.add_argument("--one-pass", type=int, nargs="+", help="numbers of rows to compare")
-    parser.add_argument("--without-curve", action="store_true", help="none of its arithmetic")
-    parser.add_argument("--cached", action="store_true", help="tables as memory-mapped columns")
+    parser.add_argument("--nvflare", metavar="PYTHON", help="an interpreter that has NVIDIA FLARE")
     for name, value in Work()._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rtt", type=float, default=0.0, help="of the line, in milliseconds")
@@ -535,12 +424,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print_environment("grpcio")
     work = Work(given.rows, given.features, given.epochs)
+    line = Line(given.rtt / 2e3, given.rate * 1e6 / 8) if given.rtt else None
     if given.init:
-        print_jobs(given.init, given.rounds)
-        return
-    if given.one_pass:
-        chosen = {"is_cached": given.cached, "without_curve": given.without_curve}
-        print_one_pass(given.one_pass, **chosen)
+        print_jobs(given.init, given.rounds, line, given.nvflare)
         return
     if given.sizes:
         print_growth(work, given.sizes)
@@ -548,7 +434,6 @@ def main() -> None:
     found: dict[str, list[Cost]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         write_settings(Path(scratch), work)
-        line = Line(given.rtt / 2e3, given.rate * 1e6 / 8) if given.rtt else None
         runs = runs_in(Path(scratch), work, line)
         for _ in range(given.rounds):
             for name in given.only or runs:

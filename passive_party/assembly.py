@@ -20,7 +20,8 @@ from splitveil.common.models.factory import Trial, build_bottom_model, one_at_a_
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.settings import PcaModel, ScoreModel, bins_of
-from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.party.party_data import FIT_ROWS, PartyData, open_earlier_model
+from splitveil.common.party.party_status import reference_bins
 from splitveil.common.record.model_files import PretrainedWeights, identity_metadata, save_model
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
@@ -93,6 +94,7 @@ class BottomBuilder:
     ) -> None:
         check_exposure(settings, data)  # before any id is exchanged
         self.encoder: FeatureEncoder | None = None
+        self._bins: dict[str, str] = {}  # of training rows, for ``serve``
         self._ranks = ranks
         self._settings = settings
         self._data = data
@@ -110,7 +112,7 @@ class BottomBuilder:
                 build_optimizer(settings.optimizer, model)
 
     def save(self, folder: Path, model: nn.Module, identity: ModelIdentity) -> None:
-        found = identity_metadata(identity, self._settings.contract)
+        found = identity_metadata(identity, self._settings.contract) | self._bins
         logger.debug("model saved in %s", save_model(folder, model, self.encoder, found))
 
     @one_at_a_time
@@ -126,6 +128,9 @@ class BottomBuilder:
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
+        sample = rows.file_rows[rows.splits["train"]][:FIT_ROWS]  # the common order is random
+        for block in self._data.blocks(encoder, sample):
+            self._bins = reference_bins(encoder.by_column(block))
         digest = self._data.digest(encoder, features) + self._pretrained.digest
         features = features.to(self._device)
         trial = Trial(

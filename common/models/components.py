@@ -200,9 +200,7 @@ class ComponentsBottom(nn.Module):
             targets = torch.from_numpy(noisy).double()
             if targets.shape[1] > 1:  # shares of classes add up to 1, and the noise does not
                 targets = (targets - targets.mean(1, keepdim=True))[:, :-1]
-            self._fit(
-                statistics_of_labels(self._sums_of(rows, targets), self.num_codes), moments, names
-            )
+            self._fit(self.statistics_of_labels(rows, targets), moments, names)
 
     def fit_sums(
         self,
@@ -258,12 +256,13 @@ class ComponentsBottom(nn.Module):
             means = joined[bits:, 1:codes] / joined[bits:, :1] - statistics.mean
             return statistics, scales(statistics.covariance), means
 
+    def statistics_of_labels(self, rows: Features, targets: Tensor) -> LabelStatistics:
+        with torch.no_grad():
+            return statistics_of_labels(self._sums_of(rows, targets), self.num_codes)
+
     def scores_of(self, rows: Features, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights, (codes, targets), and bias of a score for each target, float64."""
-        with torch.no_grad():
-            return Ridge(
-                statistics_of_labels(self._sums_of(rows, targets), self.num_codes)
-            ).function()
+        return Ridge(self.statistics_of_labels(rows, targets)).function()
 
     def _fit(self, statistics: LabelStatistics, moments: Tensor, names: Sequence[str]) -> None:
         weight, bias = Ridge(statistics).function()

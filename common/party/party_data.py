@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -369,3 +370,6 @@ class ServedRows:
 
     def features_of(self, rows: NDArray[np.int64]) -> Features:
         return self._features.rows(torch.from_numpy(rows))
+
+    def by_column(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        return self.encoder.by_column(self.features_of(rows))

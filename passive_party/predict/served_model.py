@@ -2,7 +2,7 @@
 
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +19,7 @@ from splitveil.common.errors import InvalidMessage
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.party.party_data import ServedRows
+from splitveil.common.party.party_status import Drift
 from splitveil.common.record.model_files import TrainedModel
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Embedded, ModelIdentity
@@ -52,8 +53,11 @@ class ServedModel:
         rows: ServedRows,
         cut_shape: Sequence[int],
         device: torch.device,
+        metadata: Mapping[str, str],
     ) -> None:
         self.identity = identity
+        self.metadata = metadata
+        self.drift: Drift | None = None  # of the rows that are asked for
         self.rows = rows
         self._model = model.to(device)
         self._cut_shape = tuple(cut_shape)
@@ -70,12 +74,15 @@ class ServedModel:
         if allowed is not None:
             path = expand_path("answers.allowed_ids", allowed, settings.base_dir)
             rows.serve_only(read_id_list(path, settings.data, settings.contract.ids).ids)
-        return cls(trained.identity, model, rows, settings.contract.cut_shape, device)
+        said, cut_shape = trained.saved.metadata, settings.contract.cut_shape
+        return cls(trained.identity, model, rows, cut_shape, device, said)
 
     def embed(self, ids: Sequence[str]) -> Embedded:
         """Return the activations of known ids, the same bits whatever is asked for beside them."""
         rows = self.rows.rows_of(ids)
         known = rows != ABSENT
+        if self.drift is not None:
+            self.drift.note(rows[known])
         return Embedded(known, self.activations(rows[known]))
 
     def activations(self, rows: NDArray[np.int64]) -> Tensor:

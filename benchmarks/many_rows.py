@@ -101,7 +101,7 @@ def write_parties(folder: Path, rows: int, is_cached: bool) -> None:  # noqa: FB
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("rows", type=int, nargs="+", help="numbers of rows to compare")
+    parser.add_argument("rows", type=int, nargs="*", default=[10_000, 30_000])
     parser.add_argument("--without-curve", action="store_true", help="none of its arithmetic")
     parser.add_argument("--cached", action="store_true", help="tables as memory-mapped columns")
     given = parser.parse_args()

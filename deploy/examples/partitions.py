@@ -51,11 +51,11 @@ def run(settings: str, parts: str, part: int) -> None:
     address = "listen" if "listen" in own else "connect"
     host, _, port = own[address].rpartition(":")
     chosen = [f"{address}={host}:{int(port) + part}", f"contract.run_name=part-{part}"]
-    if part and address == "connect":
+    if address == "listen":  # merge fits the model, and it must not be compared on rows it has seen
+        chosen += ["refit={epochs: 1}", f"serving.fallback={str(part == 0).lower()}"]
+    elif part:
         first = Path("runs/0/part-0/passive/checkpoint").resolve()
         chosen.append(f"initial_weights={first}")
-    elif part:  # only the model of part 0 is used
-        chosen += ["refit={epochs: 1}", "serving.fallback=false"]
     # A folder of its own: no run that is still going on may be about the same labels.
     splitveil("run", settings, f"runs/{part}", Path(parts, f"{part}.parquet"), chosen)
 

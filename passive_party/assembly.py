@@ -31,7 +31,7 @@ from splitveil.passive_party.bottom_trainer import (
     named_layer,
     stashing_weights,
 )
-from splitveil.passive_party.exposure_plan import check_exposure
+from splitveil.passive_party.exposure_plan import MOST_FITTED, check_exposure
 from splitveil.passive_party.settings import PassiveSettings
 
 logger = logging.getLogger("splitveil.passive_party")
@@ -140,11 +140,16 @@ class BottomBuilder:
         self._pretrained.put_into(model)
         before_labels: tuple[Tensor, Sequence[str]] | None = None
         if isinstance(model, ComponentsBottom) and own_rows is not None:
-            blocks = partial(self._data.blocks, encoder, own_rows)
             if isinstance(settings.bottom_model, ScoreModel):
+                blocks = partial(self._data.blocks, encoder, own_rows)
                 before_labels = model.before_labels(blocks), encoder.names
             else:
-                model.fit(blocks, is_final=contract.is_one_shot)
+                some = np.sort(np.random.default_rng(0).permutation(own_rows)[:MOST_FITTED])
+                is_final = contract.is_one_shot
+                try:
+                    model.fit(partial(self._data.blocks, encoder, some), is_final=is_final)
+                except SettingsError:  # a part may lack directions that the whole has
+                    model.fit(partial(self._data.blocks, encoder, own_rows), is_final=is_final)
         if self._earlier is not None:
             self._earlier.put_into(model)
         model.to(self._device)

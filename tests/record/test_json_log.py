@@ -16,12 +16,12 @@ import pytest
 from rich.console import Console
 
 from splitveil.active_party.commands.program import main as active_main
-from splitveil.active_party.results import leave_summary
 from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.text import log_lines
+from splitveil.passive_party.commands.run import leave_summary
 from tests.support.records import summary_of
 from tests.support.runs import write_example
 

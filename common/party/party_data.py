@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from splitveil.common.data import source_settings
 from splitveil.common.data.canonical_form import CanonicalForm, form_of
@@ -39,6 +38,9 @@ from splitveil.common.run.course import HELD_OUT, AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.run.messages import IdForm
 from splitveil.common.run.sample_order import SPLITS, Positions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _logger = logging.getLogger(__name__)
 
@@ -146,10 +148,10 @@ class PartyData:
         encoder = self.fit(fitted_to, earlier, num_bins)
         if encoder is None:
             return None, None
+        encode = RowEncoder(encoder, self.table)
         if self.table.is_on_disk:
-            encode = RowEncoder(encoder, self.table)
             return encoder, MappedFeatures(encode=encode, file_rows=rows.file_rows)
-        return encoder, encoder.transform(self.table, rows.file_rows)
+        return encoder, encode(rows.file_rows)
 
     def digest(self, encoder: FeatureEncoder | None, features: Features | None = None) -> str:
         """Return a hexadecimal digest of ids, labels, weights and what ``encode`` returned."""
@@ -164,9 +166,8 @@ class PartyData:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
         if features is not None:
             for start in range(0, len(features), _ROWS_AT_ONCE):
-                positions = torch.arange(start, min(start + _ROWS_AT_ONCE, len(features)))
-                for part in features.rows(positions).tensors():
-                    found.update(part.numpy().data)
+                for part in features.rows(slice(start, start + _ROWS_AT_ONCE)).parts():
+                    found.update(np.ascontiguousarray(part).data)
         return found.hexdigest()
 
     def training_rows(self, split: SplitSettings) -> int:
@@ -196,20 +197,24 @@ class PartyData:
             raise SettingsError(f"{excess}, and drop_last leaves out every smaller batch")
         return f"{text}; WARNING: {excess}, so that an epoch is one step"
 
-    def labels_at(self, file_rows: Positions) -> Tensor:
+    def labels_at(self, file_rows: Positions) -> "Tensor":
         """Return the labels of some rows of the file, (rows,), float32, or raise DataError."""
+        import torch  # noqa: PLC0415 - a party without labels may need none
+
         if self.table.labels is None:
             raise DataError(f"{self.table.source}: there is no label column")
         return torch.from_numpy(self.table.labels[file_rows])
 
-    def weights_at(self, rows: AlignedRows) -> Tensor | None:
+    def weights_at(self, rows: AlignedRows) -> "Tensor | None":
         """Return weights, (aligned,) float32, of mean 1 in training; None where all count alike."""
+        import torch  # noqa: PLC0415 - as above
+
         if self.table.weights is None:
             return None
         weights = self.table.weights[rows.file_rows]
         return torch.from_numpy((weights / weights[rows.splits["train"]].mean()).astype(np.float32))
 
-    def labels_of(self, ids: Sequence[str]) -> Tensor:
+    def labels_of(self, ids: Sequence[str]) -> "Tensor":
         """Return the labels of some ids, (ids,), float32, or raise DataError."""
         rows = IdIndex(self.ids).rows_of(ids)
         if missing := int((rows == ABSENT).sum()):
@@ -317,10 +322,11 @@ class ServedRows:
         self._index = IdIndex(data.ids)
         self._is_served = np.ones(len(data.ids), np.bool_)
         everything = np.arange(len(data.ids), dtype=np.int64)
+        encode = RowEncoder(encoder, data.table)
         self._features: Features = (
-            MappedFeatures(encode=RowEncoder(encoder, data.table), file_rows=everything)
+            MappedFeatures(encode=encode, file_rows=everything)
             if data.table.is_on_disk
-            else encoder.transform(data.table, everything)
+            else encode(everything)
         )
 
     @classmethod
@@ -368,4 +374,5 @@ class ServedRows:
         return np.where((rows != ABSENT) & self._is_served[rows], rows, ABSENT)
 
     def features_of(self, rows: NDArray[np.int64]) -> Features:
-        return self._features.rows(torch.from_numpy(rows))
+        """Return arrays."""
+        return self._features.rows(rows)

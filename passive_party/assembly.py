@@ -62,9 +62,11 @@ class BottomBuilder:
                 np.arange(len(data.ids)), self._earlier, bins_of(settings.bottom_model)
             )
             if found is not None:
-                from splitveil.passive_party.bottom_trainer import check_names  # noqa: PLC0415
+                from splitveil.common.models.optimizers import build_optimizer  # noqa: PLC0415
+                from splitveil.passive_party.bottom_trainer import fresh_model  # noqa: PLC0415
 
-                check_names(settings, found, self._pretrained)
+                self._pretrained.put_into(model := fresh_model(settings, found))
+                build_optimizer(settings.optimizer, model)
 
     def save(self, folder: Path, model: Any, identity: ModelIdentity) -> None:
         found = identity_metadata(identity, self._settings.contract)

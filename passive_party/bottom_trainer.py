@@ -9,15 +9,13 @@ dropout and all other values of the forward pass belong to the activation anyway
 """
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim.lr_scheduler import LambdaLR
@@ -44,12 +42,7 @@ from splitveil.common.models.dense import (
     WideDeepTop,
 )
 from splitveil.common.models.device import check_same_gpu, gpu_of, speed_up, to_device, to_host
-from splitveil.common.models.factory import (
-    Trial,
-    build_bottom_model,
-    lone_row_in_words,
-    one_at_a_time,
-)
+from splitveil.common.models.factory import Trial, build_bottom_model, one_at_a_time
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.models.ranks import Ranks
 from splitveil.common.models.ridge import Numbers
@@ -277,11 +270,16 @@ class _WithGradient(torch.autograd.Function):
         return received, None
 
 
+@one_at_a_time
 def fresh_model(
-    settings: PassiveSettings, encoder: FeatureEncoder | FeatureShapes, trial: Trial | None = None
+    settings: PassiveSettings,
+    encoder: FeatureEncoder | FeatureShapes,
+    cut_shape: Sequence[int] | None = None,
+    trial: Trial | None = None,
 ) -> nn.Module:
-    cut_shape, seed = settings.contract.cut_shape, settings.model_seed
-    return build_bottom_model(settings.bottom_model, encoder, cut_shape, seed=seed, trial=trial)
+    """Build the bottom model, by default with the contract's cut."""
+    shape, seed = cut_shape or settings.contract.cut_shape, settings.model_seed
+    return build_bottom_model(settings.bottom_model, encoder, shape, seed=seed, trial=trial)
 
 
 def learner_of_rank(
@@ -314,15 +312,6 @@ def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, Take]:
 
 
 @one_at_a_time
-def check_names(
-    settings: PassiveSettings, encoder: FeatureEncoder, pretrained: PretrainedWeights
-) -> None:
-    """Raise SettingsError if the model lacks what the settings name."""
-    pretrained.put_into(model := fresh_model(settings, encoder))
-    build_optimizer(settings.optimizer, model)
-
-
-@one_at_a_time
 def build_trainer(
     settings: PassiveSettings,
     encoder: FeatureEncoder,
@@ -335,7 +324,10 @@ def build_trainer(
 ) -> BottomTrainer:
     """Build the model, put all of these weights into it in turn, and begin its training."""
     trial = Trial((*rows.order.batch_sizes, *(() if ranks is None else (0,))), device)
-    model, total_steps = fresh_model(settings, encoder, trial), rows.total_steps(settings.contract)
+    model, total_steps = (
+        fresh_model(settings, encoder, trial=trial),
+        rows.total_steps(settings.contract),
+    )
     for one in weights:
         one.put_into(model)
     learner = learner_of(settings, model.to(device), device, total_steps)
@@ -344,42 +336,3 @@ def build_trainer(
         beginning = Beginning(encoder.shapes, None, total_steps)
         parallel = begin(ranks, learner, beginning, features, rows.splits["train"])
     return BottomTrainer(learner, features, data_digest=data_digest, parallel=parallel)
-
-
-@one_at_a_time
-def untrained(
-    settings: PassiveSettings,
-    encoder: FeatureEncoder,
-    features: Features,
-    shapes: Mapping[int, Sequence[int]],
-    earlier: EarlierModel | None,
-) -> dict[int, NDArray[np.float32]]:
-    """Return what models of some cut shapes send before they learn, (rows, values)."""
-    chosen, found = settings.bottom_model, {}
-    pretrained = PretrainedWeights.open(chosen, settings.base_dir)
-    for width, shape in shapes.items():
-        model = build_bottom_model(chosen, encoder, shape, seed=settings.model_seed)
-        pretrained.put_into(model)
-        if earlier is not None:
-            earlier.put_into(model)
-        found[width] = predict_in_blocks(model, features.to("cpu")).flatten(1).numpy()
-    return found
-
-
-def check_model(
-    settings: PassiveSettings,
-    encoder: FeatureEncoder,
-    earlier: EarlierModel | None,
-    device: torch.device,
-) -> str:
-    """Try the model on batches, and return what a last batch of one row needs, in words."""
-    contract, chosen = settings.contract, settings.bottom_model
-    build = partial(
-        build_bottom_model, chosen, encoder, contract.cut_shape, seed=settings.model_seed
-    )
-    model = build(trial=Trial((contract.batch_size,), device))
-    build_optimizer(settings.optimizer, model)  # has the model what rates names?
-    PretrainedWeights.open(chosen, settings.base_dir).put_into(model)
-    if earlier is not None:
-        earlier.put_into(model)
-    return "" if contract.drop_last else lone_row_in_words(build, device)

@@ -25,6 +25,7 @@ from splitveil.common.models.components import Blocks, ComponentsBottom
 from splitveil.common.models.settings import CustomModel, PcaModel, ScoreModel, bins_of
 from splitveil.common.party.arguments import print_json
 from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.record.progress import ProgressBar
 from splitveil.common.run.sample_order import SPLITS, Positions
 from splitveil.common.text.visible_text import PlainTable, visible
@@ -119,10 +120,17 @@ def exposure_plan_of(
     else:
         if earlier is not None or isinstance(chosen, CustomModel) or len(cut_shape) > 1:
             widths = {own_width}  # only this one is known
-        from splitveil.passive_party.bottom_trainer import untrained  # noqa: PLC0415
+        from splitveil.common.models.blocks import predict_in_blocks  # noqa: PLC0415 - torch
+        from splitveil.passive_party.bottom_trainer import fresh_model  # noqa: PLC0415
 
-        shapes = {width: cut_shape if width == own_width else (width,) for width in sorted(widths)}
-        sent = untrained(settings, encoder, features, shapes, earlier)
+        pretrained, sent = PretrainedWeights.open(chosen, settings.base_dir), {}
+        for width in sorted(widths):
+            shape = cut_shape if width == own_width else (width,)
+            model = fresh_model(settings, encoder, shape)
+            pretrained.put_into(model)
+            if earlier is not None:
+                earlier.put_into(model)
+            sent[width] = predict_in_blocks(model, features.to("cpu")).flatten(1).numpy()
     found = {
         width: exposure_of([values.astype(np.float64)], features, encoder, known, len(data.ids))
         for width, values in sent.items()

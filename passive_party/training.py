@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -15,8 +15,6 @@ from splitveil.passive_party.opening import Peer
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from splitveil.passive_party.bottom_trainer import BottomTrainer
 
 
 class RunObserver(Protocol):
@@ -59,7 +57,7 @@ class Training:
         observer: RunObserver,
         phases: Phases,
     ) -> None:
-        self.trainer = trainer
+        self.trainer: Any = trainer  # of a network, where gradients come
         self.progress = progress
         self._run_id = run_id
         self._rows = rows
@@ -137,7 +135,7 @@ class Training:
         batch, sent = self._unanswered.popleft()
         self._check(answer, batch)
         with self._phases(Phase.BACKWARD):
-            layers = self._network.backward(answer.values)
+            layers = self.trainer.backward(answer.values)
         self.progress.advance()
         self._unobserved = batch, sent, answer.values, layers
 
@@ -146,7 +144,7 @@ class Training:
 
         given = self._given(batch)
         with self._phases(Phase.FORWARD):
-            activation = self._network.forward(
+            activation = self.trainer.forward(
                 given, stashes_weights=self.progress.contract.pipeline_depth > 1
             )
         self._unanswered.append((batch, activation))
@@ -206,13 +204,8 @@ class Training:
 
     def _gather(self, batch: Batch) -> Any:
         """Return what the trainer takes of a batch."""
-        if batch.split == "train":
-            return self._network.training_rows(batch.positions)
-        return self.trainer.rows(batch.positions)
-
-    @property
-    def _network(self) -> "BottomTrainer":
-        return cast("BottomTrainer", self.trainer)  # nothing else learns from gradients
+        gather = self.trainer.training_rows if batch.split == "train" else self.trainer.rows
+        return gather(batch.positions)
 
     def _report_step(self) -> None:
         if self._unobserved is not None:

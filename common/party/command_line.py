@@ -298,15 +298,15 @@ def run_as_party(
     interruption = Interruption()
     if not rank.number:
         interruption.install()
-    if learner_of_rank is None:
-        if rank.size > 1:
-            raise SettingsError("the model of these settings is computed in one process")
-        take_part(settings, Process(device, interruption))
+    if rank.size == 1:
+        take_part(settings, Process(device, interruption, restarts=rank.restarts))
         return
+    if learner_of_rank is None:
+        raise SettingsError("the model of these settings is computed in one process")
     from splitveil.common.models.data_parallel import work  # noqa: PLC0415 - it needs torch
 
     with joined(rank, device, facts_of(settings, device, *facts), interruption) as ranks:
-        if ranks is not None and rank.number:
+        if rank.number:
             work(ranks, lambda beginning: learner_of_rank(settings, device, beginning))
         else:
             take_part(settings, Process(device, interruption, ranks, rank.restarts))

@@ -148,10 +148,14 @@ class PartyData:
         encoder = self.fit(fitted_to, earlier, num_bins)
         if encoder is None:
             return None, None
+        return encoder, self.features(encoder, rows.file_rows)
+
+    def features(self, encoder: FeatureEncoder, file_rows: Positions) -> Features:
+        """Encode some rows, those of a table on disk when they are asked for."""
         encode = RowEncoder(encoder, self.table)
         if self.table.is_on_disk:
-            return encoder, MappedFeatures(encode=encode, file_rows=rows.file_rows)
-        return encoder, encode(rows.file_rows)
+            return MappedFeatures(encode=encode, file_rows=file_rows)
+        return encode(file_rows)
 
     def digest(self, encoder: FeatureEncoder | None, features: Features | None = None) -> str:
         """Return a hexadecimal digest of ids, labels, weights and what ``encode`` returned."""
@@ -321,13 +325,7 @@ class ServedRows:
         self._ids = data.ids
         self._index = IdIndex(data.ids)
         self._is_served = np.ones(len(data.ids), np.bool_)
-        everything = np.arange(len(data.ids), dtype=np.int64)
-        encode = RowEncoder(encoder, data.table)
-        self._features: Features = (
-            MappedFeatures(encode=encode, file_rows=everything)
-            if data.table.is_on_disk
-            else encode(everything)
-        )
+        self._features = data.features(encoder, np.arange(len(data.ids)))
 
     @classmethod
     def load(

@@ -70,17 +70,14 @@ def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]
 @contextmanager
 def joined(
     rank: Rank, device: "torch.device", facts: Mapping[str, Any], interruption: Interruption
-) -> "Iterator[Ranks | None]":
-    """Wait for this party's other ranks, and leave them in the end; None if there are none.
+) -> "Iterator[Ranks]":
+    """Wait for this party's other ranks, and leave them in the end.
 
     Facts must be equal on all ranks, by the names of their settings. A rank that is
     gone ends rank 0 at once, as if it had been killed, so that the other party waits for a restart.
     Before a signal stops the run, rank 0 asks whether all live: ``torchrun`` sends the same signal
     when one of them has died as when a person stops it. Raises SettingsError if facts differ.
     """
-    if rank.size == 1:
-        yield None
-        return
     from splitveil.common.models.ranks import Ranks, raise_lost  # noqa: PLC0415 - they need torch
 
     _logger.info("waiting for this party's other processes (%d in all)", rank.size)

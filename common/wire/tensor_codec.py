@@ -181,34 +181,20 @@ def encode_answer(answer: Answer, limits: TensorLimits) -> Iterator[Frame]:
 
 def bytes_of_values(values: "Tensor | NDArray[Any]", dtype: CutDtype) -> NDArray[np.uint8]:
     """Return numbers as they travel, (bytes,)."""
-    if not isinstance(values, np.ndarray):
-        import torch  # noqa: PLC0415 - whose values they are
-
-        plain = values.detach().to("cpu", torch_dtype(dtype)).contiguous()
-        return plain.view(-1).view(torch.uint8).numpy()
-    if dtype != "bfloat16":
+    if isinstance(values, np.ndarray) and dtype != "bfloat16":  # which NumPy does not have
         return np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8)
-    # The upper half of a float32, rounded to the nearest, and half way to an even one.
-    bits = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32)
-    rounded = (bits + 0x7FFF + (bits >> 16 & 1) >> 16).astype(np.uint16)
-    return np.where(np.isnan(values).reshape(-1), np.uint16(0x7FC0), rounded).view(np.uint8)
+    import torch  # noqa: PLC0415 - see ``torch_dtype``
 
-
-def array_of_bytes(data: "memoryview | bytes", dtype: CutDtype) -> NDArray[np.float32]:
-    """Return the numbers that travelled, (values,), as an array of its own."""
-    if dtype != "bfloat16":
-        return np.frombuffer(data, dtype).astype(np.float32)
-    return (np.frombuffer(data, np.uint16).astype(np.uint32) << 16).view(np.float32)
+    plain = torch.as_tensor(values).detach().to("cpu", torch_dtype(dtype))
+    return plain.reshape(-1).view(torch.uint8).numpy()
 
 
 def _encode(
     batch: BatchId, values: "Tensor | NDArray[Any]", limits: TensorLimits
 ) -> Iterator[Frame]:
     is_bytes = SPLIT_TO_WIRE[batch.split] in _BYTES
-    if is_bytes:
-        payload = np.asarray(values).reshape(-1).data
-    else:
-        payload = bytes_of_values(values, limits.dtype).data
+    flat = np.asarray(values).reshape(-1) if is_bytes else bytes_of_values(values, limits.dtype)
+    payload = flat.data
     size = len(payload) if len(payload) <= limits.unchunked_bytes else limits.chunk_bytes
     for offset in range(0, max(len(payload), 1), max(size, 1)):
         fields = pb.TensorFrame(
@@ -242,7 +228,7 @@ class TensorAssembler(Generic[MessageT]):
         most_label_values: int = 0,
         as_arrays: bool = False,
     ) -> None:
-        """Take a function that builds messages of tensors, or of arrays, float32 or bytes."""
+        """Take a function that builds messages of tensors, or of arrays."""
         self._limits = limits
         self._as_arrays = as_arrays
         self._most_label_values = most_label_values
@@ -314,11 +300,11 @@ class TensorAssembler(Generic[MessageT]):
     def _finish(self, fields: pb.TensorFrame, data: memoryview) -> MessageT:
         is_bytes, shape, dtype = fields.split in _BYTES, tuple(fields.shape), self._limits.dtype
         values: Any
-        if self._as_arrays:
-            flat = np.frombuffer(data, np.uint8).copy() if is_bytes else array_of_bytes(data, dtype)
-            values, is_finite = flat.reshape(shape), bool(np.isfinite(flat).all())
+        if self._as_arrays and (is_bytes or dtype != "bfloat16"):
+            values = np.frombuffer(data, np.uint8 if is_bytes else dtype).reshape(shape).copy()
+            is_finite = bool(np.isfinite(values).all())
         else:
-            import torch  # noqa: PLC0415 - whose tensors are asked for
+            import torch  # noqa: PLC0415 - see ``torch_dtype``
 
             # The copy makes the tensor writable and independent of the message's memory, and gives
             # it torch's alignment: the bits of a product may depend on it.
@@ -328,6 +314,7 @@ class TensorAssembler(Generic[MessageT]):
             # time. The sum of large finite values may overflow, so only a finite one decides.
             total = values.sum(dtype=torch.float32).item()
             is_finite = math.isfinite(total) or bool(torch.isfinite(values).all())
+            values = values.float().numpy() if self._as_arrays else values
         if not is_finite:
             raise InvalidMessage("values: expected finite numbers, got NaN or infinity")
         batch = BatchId(

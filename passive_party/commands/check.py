@@ -5,6 +5,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -20,7 +21,7 @@ from splitveil.common.party.command_line import Check
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.endpoint import status_checks
 from splitveil.common.party.party_data import PartyData, form_of_own_ids, open_earlier_model
-from splitveil.common.record.model_files import EarlierModel
+from splitveil.common.record.model_files import EarlierModel, PretrainedWeights
 from splitveil.common.run.contract import DTYPE_BYTES
 from splitveil.common.wire import limits, probes
 from splitveil.common.wire.connection import PeerConnection
@@ -228,14 +229,24 @@ def check(parsed: argparse.Namespace) -> None:
 
 def _tried(settings: PassiveSettings, encoder: FeatureEncoder, earlier: EarlierModel | None) -> str:
     """Try the model on the columns, and return what a last batch of one row needs, in words."""
-    if settings.has_network:
-        from splitveil.passive_party.bottom_trainer import check_model  # noqa: PLC0415
+    contract, chosen = settings.contract, settings.bottom_model
+    if isinstance(chosen, PcaModel) and not settings.has_network:
+        if earlier is not None:
+            earlier.put_into(ComponentsBottom(chosen, encoder.shapes, contract.cut_shape))
+        return ""
+    # Only a network needs torch.
+    from splitveil.common.models.factory import Trial, lone_row_in_words  # noqa: PLC0415
+    from splitveil.common.models.optimizers import build_optimizer  # noqa: PLC0415
+    from splitveil.passive_party.bottom_trainer import fresh_model  # noqa: PLC0415
 
-        return check_model(settings, encoder, earlier, command_line.device_of(settings))
-    chosen, cut_shape = settings.bottom_model, settings.contract.cut_shape
-    if isinstance(chosen, PcaModel) and earlier is not None:
-        earlier.put_into(ComponentsBottom(chosen, encoder.shapes, cut_shape))
-    return ""
+    device = command_line.device_of(settings)
+    build = partial(fresh_model, settings, encoder)
+    model = build(trial=Trial((contract.batch_size,), device))
+    build_optimizer(settings.optimizer, model)  # has the model what rates names?
+    PretrainedWeights.open(chosen, settings.base_dir).put_into(model)
+    if earlier is not None:
+        earlier.put_into(model)
+    return "" if contract.drop_last else lone_row_in_words(build, device)
 
 
 def _peer_state(settings: PassiveSettings) -> str:

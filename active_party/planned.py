@@ -73,6 +73,7 @@ class Plan(NamedTuple):
     earlier: str = ""
     """The leakage of earlier runs, by themselves and with this run; empty if none."""
     persons: str = ""  # what a bound for each person costs; empty if it is for each row
+    ends_at_once: bool = False  # the run's budget does not allow the first answer
 
     @property
     def of_run(self) -> ChargeModel:
@@ -127,7 +128,7 @@ def plan_of(
             f"--target-leak-auc: expected an AUC between 0.5 and 1, got {target_leak_auc}"
         )
     contract = settings.contract
-    labels, num_classes = data.labels_of(data.ids), data.settings.num_classes
+    labels, num_classes = data.labels_at(np.arange(len(data.ids))), data.settings.num_classes
     # Without two classes there are no positives, and charges do not depend on shares.
     pos_fraction = float(labels.double().mean()) if num_classes == 2 else 1 / num_classes
     training_rows = data.training_rows(contract.split)
@@ -162,8 +163,13 @@ def plan_of(
     is_known = model.certainty == "unknown" or math.isfinite(model.high)
     if is_known and not contract.is_one_shot:
         said.append(model.covers)
-    if settings.run_budget is None:
+    budget = settings.run_budget
+    if budget is None:
         said.append("run_budget: none is set")
+        ends_at_once = False
+    else:
+        allowed = float(budget.limit.of(accounts_of(model)[1]))
+        ends_at_once = stop_epoch(model.low, 1, allowed) is not None
     return Plan(
         settings.defense.name,
         rows,
@@ -176,6 +182,7 @@ def plan_of(
         else _target(target_leak_auc, contract.epochs, context),
         together,
         whose,
+        ends_at_once,
     )
 
 

@@ -34,15 +34,16 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.trainer_builder import TrainerBuilder
 from splitveil.active_party.training.boosting import WithTrees
-from splitveil.active_party.training.evaluation import save_predictions
+from splitveil.active_party.training.evaluation import measure_groups, save_predictions, score_bins
 from splitveil.active_party.training.own_models import Fitting, build_alone, fit
 from splitveil.active_party.training.top_trainer import TopTrainer
 from splitveil.common.alignment.store import ExchangeStores
+from splitveil.common.data.stored_ids import ids_at
 from splitveil.common.errors import EndedForGood, SettingsError
 from splitveil.common.models.device import device_in_words, torch_device
 from splitveil.common.models.optimizers import build_optimizer
 from splitveil.common.party import command_line
-from splitveil.common.privacy.figures import PredictionFigures
+from splitveil.common.privacy.figures import Groups, PredictionFigures
 from splitveil.common.record import model_files
 from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.run_folder import clear_mark, end_of, mark_as_ended
@@ -55,6 +56,7 @@ from splitveil.common.text.wording import VERSION
 logger = logging.getLogger("splitveil.active_party")
 
 _EPOCHS_ALONE = 50
+_ROWS_ALONE = 2**21  # of all epochs but the first, of which many rows need few
 _ACTIVATIONS = "activations.safetensors"
 
 _WHAT_NOW = (
@@ -114,59 +116,70 @@ def forget_account(folder: Path) -> None:
     model_files.delete_saved(folder, LEDGER)
 
 
-def fit_after_one_shot(
-    settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
-) -> PredictionFigures | None:
+def fit_after_one_shot(session: ActiveSession, trainer: TopTrainer) -> nn.Module | None:
     """Fit the top model of a one-shot run that has received all rows, and measure it.
 
-    Returns the figures of its mean with trees, which is saved as the refitted model, if any.
+    Returns its mean with trees, which is to be the refitted model, if that is better.
     """
     logger.info("fitting the top model to the true labels, without any other party")
     mean = trainer.fit_top()
-    _save_activations(settings, folder, session, trainer)
     for evaluation in session.lifecycle.answering.measure_held_out():
         session.lifecycle.observer.on_evaluation(evaluation)
         logger.info("%s %s", evaluation.split, evaluation.figures.in_short)
-    if mean is None:
-        return None
-    save_refitted(settings, folder, mean, _identity(session))
-    figures = trainer.measure(mean, session.lifecycle.answering.rows.splits["test"])
-    if figures is not None:
-        logger.info("its mean with boosted trees: test %s", figures.in_short)
-    return figures
+    return mean
 
 
 def save_results(
     settings: ActiveSettings, folder: Path, session: ActiveSession, builder: TrainerBuilder
-) -> PredictionFigures | None:
-    """Save the results of a run that is over; return the refitted model's figures, if any."""
+) -> tuple[PredictionFigures | None, Groups]:
+    """Save the results of a run that is over.
+
+    Returns the refitted model's figures, if any, and those by group of the model that predicts.
+    """
     trainer = session.lifecycle.trainer
     if trainer is None:
-        return None
+        return None, None
     for stale in (model_files.REFITTED, _ACTIVATIONS):
         model_files.delete_saved(folder, stale)
     is_one_shot, is_over = settings.contract.is_one_shot, session.stage is Stage.FINISHED
-    refit: PredictionFigures | None = None
+    refitted: nn.Module | None = None
     if is_one_shot and is_over:
-        refit = fit_after_one_shot(settings, folder, session, trainer)
+        refitted = fit_after_one_shot(session, trainer)
     is_label_free = builder.is_label_free and not is_one_shot
     learned_from = model_files.RELEASED_LABELS if is_label_free else model_files.TRUE_LABELS
     with session.lifecycle.stages:  # no handler still at work may charge meanwhile
         book = session.lifecycle.account_book()
+    predictions = session.lifecycle.answering.test_predictions
     noise = {} if settings.defense.noise_seed is None else model_files.KNOWN_NOISE
     identity = model_files.identity_metadata(_identity(session), settings.contract)
-    saved = model_files.save_model(
-        folder, trainer.model, builder.encoder, learned_from | identity | book.as_metadata() | noise
-    )
+    said = learned_from | identity | book.as_metadata() | noise
+    said |= score_bins(trainer.kind, predictions)
+    saved = model_files.save_model(folder, trainer.model, builder.encoder, said)
     model_files.save_tensors(folder, LEDGER, book.state_dict(), noise)
     logger.debug("model saved in %s", saved)
-    predictions = session.lifecycle.answering.test_predictions
     if predictions is not None:
         save_predictions(folder, session.ids, session.lifecycle.answering.rows, predictions)
     # A run that may resume is not over: its last activations are still to come.
-    if is_one_shot or not is_over:
-        return refit
-    return _refit(settings, folder, session, trainer)
+    if is_over and not is_one_shot:
+        logger.info("fitting a new top model to the true labels")
+        refitted = trainer.refitted()
+    if is_over:
+        _save_activations(settings, folder, session, trainer)
+    rows, figures = session.lifecycle.answering.rows, None
+    if refitted is not None:
+        tested = trainer.logits(rows.splits["test"], refitted)
+        save_refitted(settings, folder, refitted, identity | score_bins(trainer.kind, tested))
+        if tested is not None:
+            figures = trainer.kind.measure(*tested)
+            logger.info(
+                "a top model was fitted to the true labels: test %s; it is for this party's own "
+                "predictions only",
+                figures.in_short,
+            )
+            if settings.inference.model != "trained":
+                predictions = tested
+    of_test = rows.file_rows[rows.splits["test"]]
+    return figures, measure_groups(builder.groups, of_test, predictions)
 
 
 def save_alone(
@@ -194,7 +207,7 @@ def save_alone(
             partial(build_optimizer, optimizer),
             settings.contract.batch_size,
             settings.model_seed,
-            _EPOCHS_ALONE,
+            min(_EPOCHS_ALONE, 1 + _ROWS_ALONE // len(splits["train"])),
         ),
     )
     identity = model_files.identity_metadata(_identity(session), settings.contract)
@@ -211,14 +224,13 @@ def _identity(session: ActiveSession) -> ModelIdentity:
 
 
 def save_refitted(
-    settings: ActiveSettings, folder: Path, model: nn.Module, identity: ModelIdentity
+    settings: ActiveSettings, folder: Path, model: nn.Module, of_run: dict[str, str]
 ) -> None:
     """Save a run's model that was fitted to true labels, and the settings that build it."""
     built_by = {model_files.TOP_MODEL: settings.top_model.model_dump_json()}
     for part in model.modules():
         if isinstance(part, WithTrees):
             built_by[model_files.TREES] = part.sizes
-    of_run = model_files.identity_metadata(identity, settings.contract)
     metadata = model_files.TRUE_LABELS | of_run | built_by
     model_files.save_tensors(folder, model_files.REFITTED, model.state_dict(), metadata)
 
@@ -233,7 +245,7 @@ def _save_activations(
     for number, name in enumerate(SPLITS):
         of_split[torch.from_numpy(rows.splits[name].copy())] = number
     tensors = {
-        "names": torch.from_numpy(names_of(session.ids[row] for row in rows.file_rows).copy()),
+        "names": torch.from_numpy(names_of(ids_at(session.ids, rows.file_rows)).copy()),
         "splits": of_split,
         "activations": trainer.memory.at(torch.arange(len(rows))),
     }
@@ -257,22 +269,3 @@ def read_activations(
         return found["names"].numpy(), found["splits"].numpy(), found["activations"]
     except (OSError, SafetensorError, KeyError) as error:
         raise SettingsError(f"{path}: the activations of the run cannot be read") from error
-
-
-def _refit(
-    settings: ActiveSettings, folder: Path, session: ActiveSession, trainer: TopTrainer
-) -> PredictionFigures | None:
-    logger.info("fitting a new top model to the true labels")
-    model = trainer.refitted()
-    if model is None:
-        return None
-    save_refitted(settings, folder, model, _identity(session))
-    _save_activations(settings, folder, session, trainer)
-    figures = trainer.measure(model, session.lifecycle.answering.rows.splits["test"])
-    if figures is not None:
-        logger.info(
-            "a top model was fitted to the true labels: test %s; it is for this party's own "
-            "predictions only",
-            figures.in_short,
-        )
-    return figures

@@ -150,6 +150,12 @@ class ActiveReportSettings(Section):
     min_test_auc: float | None = Field(default=None, gt=0.5, lt=1)
     """Smallest accepted test AUC; ``null`` accepts any."""
 
+    group_column: str | None = None
+    """Column of this party's own table by whose entries the report divides the test rows, to show
+    whether the model is as good, as well calibrated and as selective for every group. It is sent to
+    nobody, and need not be a feature: a pattern such as ``*`` in ``data.features`` makes it one
+    unless ``exclude`` names it. Only for two classes; ``null`` for no such table."""
+
 
 class RefitSettings(Section):
     """A new top model for this party's own predictions, fitted after the last gradient.

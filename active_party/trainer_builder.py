@@ -20,8 +20,16 @@ from splitveil.active_party.settings import ActiveSettings, RefitSettings
 from splitveil.active_party.training.label_kinds import LossWeights, OrdinaryObjective, kind_of
 from splitveil.active_party.training.own_models import Fitting, KnownRows, fit
 from splitveil.active_party.training.top_trainer import TopTrainer, TrainingRows
+from splitveil.common.data.columns import (
+    CategoricalColumn,
+    WrittenColumn,
+    check_columns_exist,
+    read_categories,
+)
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
 from splitveil.common.data.ids import read_subjects
+from splitveil.common.data.kinds import open_source
+from splitveil.common.data.stored_ids import ids_at
 from splitveil.common.errors import DataError, SettingsError
 from splitveil.common.models.data_parallel import Beginning, Learner, begin
 from splitveil.common.models.device import speed_up
@@ -60,6 +68,20 @@ class Persons(NamedTuple):
         return cls(names, 1 + int(numbers.max()), int(np.bincount(trained, minlength=1).max()) or 1)
 
 
+def groups_of(settings: ActiveSettings, data: PartyData) -> CategoricalColumn | None:
+    """Return the group of each of this party's rows, for its report; None if it has none."""
+    column, own = settings.report.group_column, settings.data
+    if column is None or own.num_classes != 2:
+        return None
+    source = open_source(own.source, settings.base_dir)
+    where = f"report.group_column: {source.name}"
+    check_columns_exist([column], source.column_names(), where)
+    cells = source.read([column])[column]
+    written = WrittenColumn(cells, f"{where}: column {column!r}", own.missing_texts(column))
+    found = read_categories(written)
+    return found if data.kept is None else found._replace(codes=found.codes[data.kept])
+
+
 class TrainerBuilder:
     """Builds the trainer once the common rows are known, and keeps the encoder fitted on them."""
 
@@ -80,6 +102,7 @@ class TrainerBuilder:
         self._device = device
         self._earlier = open_earlier_model(settings)
         self._persons = Persons.of(settings, data)
+        self.groups = groups_of(settings, data)
         frozen = getattr(settings.top_model, "frozen", ())
         if frozen or settings.optimizer.rates:
             # Before any id is exchanged: has the model what they name?
@@ -130,7 +153,7 @@ class TrainerBuilder:
         if self._persons is not None:
             persons, file_rows = self._persons.names, rows.file_rows[train]
             digest += hashlib.sha256(persons.data).hexdigest()
-            ids_of_rows = names_of(self._data.ids[row] for row in file_rows)
+            ids_of_rows = names_of(ids_at(self._data.ids, file_rows))
             pairs = np.concatenate([ids_of_rows, persons[file_rows]], axis=1)
             whose = hashlib.sha256(np.unique(pairs, axis=0).data).hexdigest()
         secrets = Secrets(self._noise_key, answer_keys, ids, labels, self._device, whose)

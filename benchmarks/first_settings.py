@@ -391,7 +391,7 @@ def refitted_auc(run: simulation.Simulation) -> float:
     """Return the test AUC of that model."""
     trainer = known(run.active.session.lifecycle.trainer)
     test = known(run.active.seen.rows).splits["test"]
-    return known(known(trainer.measure(refitted(run), test)).auc)
+    return known(trainer.kind.measure(*known(trainer.logits(test, refitted(run)))).auc)
 
 
 def known(found: FoundT | None) -> FoundT:

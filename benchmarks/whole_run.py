@@ -4,6 +4,7 @@
         [--rows 67000] [--features 64] [--epochs 20] [--rtt 40 --rate 100]
     python -m benchmarks.whole_run --sizes 10000 100000 1000000 --features 16 --epochs 3
     SPLITVEIL_DATA=FOLDER python -m benchmarks.whole_run --init 20000 [--rounds 3]
+        [--rtt 100 --rate 100] [--nvflare PYTHON]
 
 A split MLP 64-256-128 | 128-64-1 on 67,000 synthetic rows, batch 1,024, Adam, float32, one torch
 thread per process. Each round runs, one after the other:
@@ -26,8 +27,10 @@ and how it grows: with exponent 1, ten times the rows cost ten times as much.
 
 ``--init`` compares one pass with gradients, both of cut 64, over a whole job: with the settings
 that ``splitveil init`` writes for so many rows of ``default_credit``, from the start of the first
-process to both reports, over mutual TLS. Beside them, scikit-learn's boosting in one process reads
-both files, joins them by id, and is fitted and tested on the joined rows.
+process to both reports, over mutual TLS, and again over the line of ``--rtt``. Beside them,
+scikit-learn's boosting in one process reads both files, joins them by id, and is fitted and tested
+on the joined rows; and with ``--nvflare PYTHON``, NVIDIA FLARE's recipes work on the same files
+(``benchmarks.nvflare_job``).
 """
 
 import argparse
@@ -314,32 +317,37 @@ def wait_for_end(parties: Parties) -> tuple[float, ...]:
 # ---- with the settings of init -------------------------------------------------------------------
 
 
-def print_jobs(num_rows: int, rounds: int) -> None:
-    """Print wall and CPU time of both parties, and the bytes that they exchange."""
+def print_jobs(num_rows: int, rounds: int, line: Line | None, nvflare: str | None) -> None:
+    """Print the time and CPU time of both parties, what they exchange, and their memory."""
+    lines = {"": None} | ({", slow line": line} if line else {})
+    in_one = {"joined": [sys.executable, "-c", JOINED]}
+    if nvflare:
+        in_one["NVIDIA FLARE"] = [nvflare, "-c", "import nvflare_job; nvflare_job.main()"]
     found: dict[str, list[tuple[float, ...]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepare("default_credit", folder, Rows(1, training=round(0.8 * num_rows)))
         make_certificates(folder / "certificates", NAMES)
         for _ in range(rounds):
-            for mode in ("PCA 64", "no defense", "joined"):
-                cost = joined(folder) if mode == "joined" else job(folder, MODES[mode])
-                found.setdefault(mode, []).append(cost)
-                print(mode, found[mode][-1], flush=True)
-    print("\n| | wall, s | ratio | CPU s | ratio | MB on the wire | ratio |")
-    print("|---" * 7 + "|")
-    first = [statistics.median(values) for values in zip(*found["no defense"], strict=True)]
+            for mode in ("PCA 64", "no defense"):
+                for name, one in lines.items():
+                    found.setdefault(mode + name, []).append(job(folder, one, MODES[mode]))
+            for name, call in in_one.items():
+                found.setdefault(name, []).append(program(call, folder))
+            print({name: costs[-1] for name, costs in found.items()}, flush=True)
+    print("\n| | wall, s | CPU s | MB on the wire | MiB, active | MiB, passive |")
+    print("|---" * 6 + "|")
     for mode, measured in found.items():
         middle = [statistics.median(values) for values in zip(*measured, strict=True)]
-        cells = (f"{x:.1f} | {x / y:.3f}" for x, y in zip(middle, first, strict=True))
-        print(f"| {mode} | {' | '.join(cells)} |")
+        print(f"| {mode} | {' | '.join(f'{x:.1f}' for x in middle)} |")
 
 
-def job(folder: Path, changed: Sequence[str]) -> tuple[float, float, float]:
-    """Run both parties with their files and changed settings; return seconds, CPU s and MB."""
+def job(folder: Path, line: Line | None, changed: Sequence[str]) -> tuple[float, ...]:
+    """Run both parties with their files and changed settings; return what ``print_jobs`` prints."""
     port, carried = free_port(), multiprocessing.Value("Q")
+    line = (line or Line())._replace(carried=carried)
     begun, ended_before_s = time.monotonic(), cpu_of_ended()
-    with tempfile.TemporaryDirectory() as runs, between(port, Line(carried=carried)) as nearest:
+    with tempfile.TemporaryDirectory() as runs, between(port, line) as nearest:
         addresses = {
             "active": f"listen=127.0.0.1:{port}",
             "passive": f"connect=127.0.0.1:{nearest}",
@@ -353,12 +361,12 @@ def job(folder: Path, changed: Sequence[str]) -> tuple[float, float, float]:
             options = ["--runs", runs, *(f"--set={one}" for one in chosen)]
             parties[party] = start(party, folder / f"{party}.yaml", options)
         try:
-            wait_for_end(parties)
+            memory_mib = wait_for_end(parties)
         finally:
             for process in parties.values():
                 process.kill()
         took_s = time.monotonic() - begun
-    return took_s, cpu_of_ended() - ended_before_s, carried.value / 1e6
+    return took_s, cpu_of_ended() - ended_before_s, carried.value / 1e6, *memory_mib
 
 
 JOINED = """
@@ -378,12 +386,12 @@ print(roc_auc_score(labels[is_test], trees.decision_function(x[is_test])))
 """
 
 
-def joined(folder: Path) -> tuple[float, float, float]:
-    """Fit boosting to the joined rows in one process; return seconds, CPU s and no MB."""
+def program(call: Sequence[str], folder: Path) -> tuple[float, ...]:
+    """Run a program on both parties' files; return its seconds and CPU seconds."""
     begun, ended_before_s = time.monotonic(), cpu_of_ended()
-    command = [sys.executable, "-c", JOINED, *(str(folder / file) for file in FILES)]
-    subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
-    return time.monotonic() - begun, cpu_of_ended() - ended_before_s, 0.0
+    paths = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
+    subprocess.run([*call, *(folder / file for file in FILES)], env=os.environ | paths, check=True)
+    return time.monotonic() - begun, cpu_of_ended() - ended_before_s
 
 
 # ---- the table ----------------------------------------------------------------------------------
@@ -405,6 +413,7 @@ def main() -> None:
     parser.add_argument("--threads", action="store_true", help="CPU time by thread, too")
     parser.add_argument("--sizes", type=int, nargs="+", help="numbers of rows to compare")
     parser.add_argument("--init", type=int, metavar="ROWS", help="whole jobs of so many rows")
+    parser.add_argument("--nvflare", metavar="PYTHON", help="an interpreter that has NVIDIA FLARE")
     for name, value in Work()._asdict().items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--rtt", type=float, default=0.0, help="of the line, in milliseconds")
@@ -415,8 +424,9 @@ def main() -> None:
     torch.set_num_threads(1)
     print_environment("grpcio")
     work = Work(given.rows, given.features, given.epochs)
+    line = Line(given.rtt / 2e3, given.rate * 1e6 / 8) if given.rtt else None
     if given.init:
-        print_jobs(given.init, given.rounds)
+        print_jobs(given.init, given.rounds, line, given.nvflare)
         return
     if given.sizes:
         print_growth(work, given.sizes)
@@ -424,7 +434,6 @@ def main() -> None:
     found: dict[str, list[Cost]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         write_settings(Path(scratch), work)
-        line = Line(given.rtt / 2e3, given.rate * 1e6 / 8) if given.rtt else None
         runs = runs_in(Path(scratch), work, line)
         for _ in range(given.rounds):
             for name in given.only or runs:

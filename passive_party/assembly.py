@@ -13,7 +13,8 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.ridge import Numbers
 from splitveil.common.models.settings import PcaModel, ScoreModel, bins_of
-from splitveil.common.party.party_data import PartyData, open_earlier_model
+from splitveil.common.party.party_data import FIT_ROWS, PartyData, open_earlier_model
+from splitveil.common.party.party_status import reference_bins
 from splitveil.common.record.model_files import PretrainedWeights, identity_metadata, save_model
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
@@ -49,6 +50,7 @@ class BottomBuilder:
     ) -> None:
         check_exposure(settings, data)  # before any id is exchanged
         self.encoder: FeatureEncoder | None = None
+        self._bins: dict[str, str] = {}  # of training rows, for ``serve``
         self._ranks = ranks
         self._settings = settings
         self._data = data
@@ -69,7 +71,7 @@ class BottomBuilder:
                 build_optimizer(settings.optimizer, model)
 
     def save(self, folder: Path, model: Any, identity: ModelIdentity) -> None:
-        found = identity_metadata(identity, self._settings.contract)
+        found = identity_metadata(identity, self._settings.contract) | self._bins
         logger.debug("model saved in %s", save_model(folder, model, self.encoder, found))
 
     def __call__(self, rows: AlignedRows) -> ComponentsTrainer:
@@ -83,6 +85,9 @@ class BottomBuilder:
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
+        sample = rows.file_rows[rows.splits["train"]][:FIT_ROWS]  # the common order is random
+        for block in self._data.blocks(encoder, sample):
+            self._bins = reference_bins(encoder.by_column(block))
         digest = self._data.digest(encoder, features) + self._pretrained.digest
         weights: list[Any] = [self._pretrained]
         before_labels: tuple[Numbers, Sequence[str]] | None = None

@@ -28,7 +28,7 @@ from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.errors import DataError
 from splitveil.common.run.sample_order import Positions
 from splitveil.passive_party.components_trainer import ComponentsTrainer
-from splitveil.passive_party.information_value import ColumnValue
+from splitveil.passive_party.information_value import ColumnLoss, ColumnValue
 
 MOST_DIMENSIONS = 512  # wider activations are projected onto as many random directions first
 RARE_ROWS = 5  # levels in fewer of the rows are taken together
@@ -285,6 +285,8 @@ class FeatureExposure:
     epochs: NonNegativeInt = 0  # whose activations are counted; 0 if each row was sent once
     remedy: str = ""  # what fewer numbers would have given away, in words
     values: tuple[ColumnValue, ...] = ()  # what the columns say about the outcome, by a release
+    losses: tuple[ColumnLoss, ...] = ()  # and what is lost without each of them
+    spare: ColumnLoss | None = None  # without those that can be left out together
 
     @property
     def disclosure(self) -> float:

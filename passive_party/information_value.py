@@ -1,4 +1,14 @@
-"""Estimates what columns say about an outcome of two classes, from a noisy release alone.
+"""Estimates what columns say about the outcome, from a noisy release alone.
+
+**Without a column.** In a linear model of the target by the codes x, of weights w and covariance S,
+all columns together explain R = w' S w of the target's variance, and those but the ones of the
+codes b explain L = w' M w less, where M = ((S^-1)_bb)^-1 is what the others leave of the covariance
+of b. A release shows w with an error of covariance V (Gauss and Markov; of noisy sums: along the
+directions that they show). With V's tr(M V) taken off, L / R is the share that is lost, and its
+interval that of an information value below. Along directions that no sum shows, the upper end takes
+weights to be as large as along others.
+
+**By itself.** For an outcome of two classes:
 
 Of a column's bins, bin b has the share w_b of the rows, the share r_b of its rows is positive, and
 m = sum_b w_b r_b (Siddiqi, "Credit Risk Scorecards", 2006, chapter 6):
@@ -20,6 +30,7 @@ lacks tr(H V) / 2, and adds as much where it says nothing: the estimate stands b
 interval reaches over both. What no linear model of codes shows in the bits stays unseen.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -28,9 +39,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from splitveil.common.models.components import MOST_DENSE, ComponentsBottom
+
 if TYPE_CHECKING:
     from splitveil.common.data.features import FeatureEncoder, Features
-    from splitveil.common.models.components import ComponentsBottom
+    from splitveil.common.models.ridge import LabelStatistics
     from splitveil.passive_party.components_trainer import ComponentsTrainer
 
 _Z = 1.96
@@ -39,6 +52,9 @@ _LEAST_ROWS = 50
 _MOST_LEVELS = 32
 _MISSING = "missing"
 _PRIOR = 0.3  # a strong column's, by Siddiqi's rule of thumb
+_SHOWN = 1e-3  # of the most information, along a direction that a release shows
+SMALL_LOSS = 0.03  # of what all columns explain; half a pair of 100 where they order 76 right
+_MOST_SPARE = 32  # columns that are left out together
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -67,6 +83,91 @@ class ColumnValue:
     low: float  # of the 95 % interval
     high: float
     bins: tuple[Bin, ...]
+
+
+@dataclass(frozen=True)
+class ColumnLoss:
+    """What is lost of all that columns explain without some of them."""
+
+    names: tuple[str, ...]
+    loss: float
+    low: float  # of the 95 % interval
+    high: float
+
+    @property
+    def in_words(self) -> str:
+        """Say how many of 100 are lost, and the interval, rounded outwards."""
+        low, high = math.floor(100 * self.low), math.ceil(100 * self.high)
+        return f"{100 * self.loss:.0f} ({low} to {high})"
+
+
+def losses(
+    trainer: "ComponentsTrainer", encoder: "FeatureEncoder"
+) -> tuple[tuple[ColumnLoss, ...], ColumnLoss | None]:
+    """Return what is lost without each column, largest first, and without all that can be spared.
+
+    Nothing without a release of one value a row, or if it does not show that columns say anything.
+    """
+    if trainer.released is None or trainer.released[1].shape[1] != 1:
+        return (), None
+    model, (positions, values, sigma) = trainer.model, trainer.released
+    if not isinstance(model, ComponentsBottom) or model.num_codes > MOST_DENSE:
+        return (), None
+    rows = trainer.arrays(positions)
+    if sigma:
+        one = np.zeros((len(positions), 1), np.int64)
+        statistics = model.statistics_of_groups(rows, one, values, sigma)[0]
+    else:
+        statistics = model.statistics_of_labels(rows, values.astype(np.float64))
+    names = np.array(encoder.names, dtype=object)[model.column_of_code()]
+    return losses_of(statistics, names)
+
+
+def losses_of(
+    statistics: "LabelStatistics", names: npt.NDArray[np.object_]
+) -> tuple[tuple[ColumnLoss, ...], ColumnLoss | None]:
+    """Return the same of statistics; ``names`` are the codes' columns, (codes,)."""
+    count, covariance = float(statistics.num_rows), np.asarray(statistics.covariance)
+    scale = np.sqrt(covariance.diagonal().clip(min=0.04))
+    covariance = covariance / np.outer(scale, scale)
+    shown, directions = np.linalg.eigh(np.asarray(statistics.information) / np.outer(scale, scale))
+    is_shown = shown > _SHOWN * shown[-1]
+    directions, unseen = directions[:, is_shown], directions[:, ~is_shown]
+    along = directions.T @ (np.asarray(statistics.pull)[:, 0] / scale) / shown[is_shown]
+    variances = 1 / (count * shown[is_shown])
+    weight, errors = directions @ along, (directions * variances) @ directions.T
+    explaining = covariance @ weight
+    bent = covariance @ errors
+    explained = float(weight @ explaining - np.trace(bent))
+    error = 4 * explaining @ errors @ explaining + 2 * np.trace(bent @ bent)
+    if not explained > _SURE * float(error) ** 0.5:
+        return (), None
+    precision = np.linalg.inv(covariance + 1e-6 * np.eye(len(scale)))
+    of_unseen = max(float(along @ along - variances.sum()), 0.0) / len(along)
+
+    def without(*columns: str) -> ColumnLoss:
+        codes = np.flatnonzero(np.isin(names, columns))
+        left = np.linalg.inv(precision[np.ix_(codes, codes)]) / explained
+        bent = left @ errors[np.ix_(codes, codes)]
+        value = float(weight[codes] @ left @ weight[codes])
+        gradient = -max(value - np.trace(bent), 0.0) * explaining / explained
+        gradient[codes] += left @ weight[codes]
+        found = _interval(
+            value,
+            4 * float(gradient @ errors @ gradient),
+            float(np.trace(bent)),
+            2 * float(np.trace(bent @ bent)),
+        )
+        hidden = of_unseen * float(((left @ unseen[codes]) * unseen[codes]).sum())
+        loss, low, high = np.minimum([*found[:2], found[2] + hidden], 1.0).tolist()
+        return ColumnLoss(columns, loss, low, high)
+
+    each = sorted(map(without, sorted({*names} - {""})), key=lambda one: (-one.loss, -one.high))
+    spare: ColumnLoss | None = None
+    for one in sorted(each, key=lambda one: one.high)[:_MOST_SPARE]:
+        joined = without(*(() if spare is None else spare.names), *one.names)
+        spare = joined if joined.high <= SMALL_LOSS else spare
+    return tuple(each), spare
 
 
 def information_values(
@@ -140,13 +241,20 @@ def _value(
     bent = hessian @ covariance
     bias, of_errors = float(np.trace(bent)) / 2, float(np.trace(bent @ bent)) / 2
     value = float(top / spread)
-    growth = float(gradient @ covariance @ gradient) / max(value, 1e-12) * _Z**2 / 2
+    found = _interval(value, float(gradient @ covariance @ gradient), bias, of_errors)
+    if is_fitted:
+        return value, min(found[1], value), max(found[2] + 2 * max(bias, 0.0), value)
+    return found
+
+
+def _interval(
+    value: float, of_slope: float, bias: float, of_errors: float
+) -> tuple[float, float, float]:
+    """Return a square less its bias, and its interval, from both parts of its variance."""
+    growth = of_slope / max(value, 1e-12) * _Z**2 / 2
     middle = value - bias + growth
     half = max(2 * growth * (value - bias) + growth**2 + _Z**2 * of_errors, 0.0) ** 0.5
-    low, high = max(middle - half, 0.0), max(middle + half, 0.0)
-    if is_fitted:
-        return value, min(low, value), max(high + 2 * max(bias, 0.0), value)
-    return max(value - bias, 0.0), low, high
+    return max(value - bias, 0.0), max(middle - half, 0.0), max(middle + half, 0.0)
 
 
 def shares_of_labels(members: npt.NDArray[np.int64], noisy: _Numbers) -> tuple[_Numbers, _Numbers]:

@@ -24,6 +24,7 @@ from splitveil.passive_party.feature_exposure import (
     exposure_from_json,
     exposure_to_json,
 )
+from splitveil.passive_party.information_value import SMALL_LOSS
 
 logger = logging.getLogger("splitveil.passive_party")
 
@@ -171,6 +172,7 @@ def write_passive_report(folder: Path, output: Path | None = None) -> Path:
         one_sided=one_sided,
         exposure=exposure,
         columns=sorted(columns, key=lambda one: -one.gain),
+        small_loss=SMALL_LOSS,
         most_bars=_MOST_BARS,
         aligned_rows=summary.counts.aligned_rows,
         cut_shape=contract.get("cut_shape"),
@@ -210,10 +212,10 @@ def _assessment(
             "some seconds at the end of a run. No label is needed.",
         )
     best = max(exposure.columns, key=lambda one: (one.is_above_chance, one.gain))
-    price = (
-        "what those columns add to the model. What was sent cannot be called back, and adds up "
-        "over runs."
-    )
+    price = "what they add to the model"
+    if not exposure.losses:
+        price += ": compare the label owner's cover pages"
+    price += ". What was sent adds up."
     next_step = (
         "Next time, leave columns that the label owner must not know so well out of data.features "
         "in passive.yaml."

@@ -15,6 +15,7 @@ from splitveil.active_party.planned import plan_of
 from splitveil.active_party.predict.embed_client import TableClient
 from splitveil.active_party.predict.predictor import open_clients
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.trainer_builder import groups_of
 from splitveil.common.alignment.buckets import padded_size
 from splitveil.common.data.kinds import open_source
 from splitveil.common.data.label_columns import count_others
@@ -105,6 +106,7 @@ def _data_and_model(settings: ActiveSettings, data: PartyData) -> str:
     but = "" if contract.drop_last else lone_row_in_words(build, device)
     if earlier is not None:
         earlier.put_into(model)
+    groups_of(settings, data)
     others = count_others(settings.data, open_source(settings.data.source, settings.base_dir))
     fits = f"the top model fits them{but}{others}"
     return f"data: {data.summary(contract)}; {fits}; {data.table.id_report.in_words()}"

@@ -9,6 +9,7 @@ from splitveil.active_party.earlier_runs import answers_before
 from splitveil.active_party.ledger.ledger import estimate_of
 from splitveil.active_party.planned import Plan, bound_in_words, forecast_in_words, plan_of
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.common.errors import SettingsError
 from splitveil.common.party.arguments import print_json
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.charge import Adversary
@@ -24,6 +25,12 @@ def plan(parsed: argparse.Namespace) -> None:
         print_json(planned.to_json())
     else:
         show(planned, details=parsed.verbose > 0)
+    if planned.ends_at_once:
+        raise SettingsError(
+            f"{parsed.settings}: run_budget: the first answer exceeds it, so that the run would "
+            "end before anything is trained: expected a larger limit, or a defense that reveals "
+            "less"
+        )
 
 
 def show(plan: Plan, console: Console | None = None, *, details: bool = True) -> None:

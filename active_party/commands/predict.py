@@ -14,6 +14,7 @@ from splitveil.active_party.predict.batch import (
 from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.label_kinds import kind_of
+from splitveil.common.data.converted import stamps_of
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import Interrupted, PeerError
 from splitveil.common.party import command_line
@@ -32,7 +33,10 @@ def predict(parsed: argparse.Namespace) -> None:
     interruption = Interruption()
     interruption.install()
     settings: ActiveSettings = parsed.loaded
-    check_output(parsed.output)
+    tables = [parsed.ids, parsed.data or parsed.ids]
+    if parsed.output.exists():
+        tables += [path for path, *_ in stamps_of(settings.data.source, settings.base_dir)]
+    check_output(parsed.output, tables)
     log_security(settings)
     device = command_line.prepare(settings)
     ids, written = read_id_list(parsed.ids, settings.data, settings.contract.ids)

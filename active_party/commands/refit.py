@@ -1,7 +1,8 @@
 """``splitveil refit``: fits another top model on the files of a finished run.
 
 It asks no passive party and sends nothing, so it costs no privacy, whatever is tried and however
-often. A label corrected since the run counts with its new value.
+often. A label corrected since the run counts with its new value. The figures by group are measured
+again, whichever model predicts.
 """
 
 import argparse
@@ -15,12 +16,18 @@ from splitveil.active_party.ledger.account_book import indices_of, names_of
 from splitveil.active_party.predict.predictor import load_top
 from splitveil.active_party.results import read_activations, save_refitted
 from splitveil.active_party.settings import ActiveSettings
-from splitveil.active_party.trainer_builder import fitted_top, known_rows
+from splitveil.active_party.trainer_builder import fitted_top, groups_of, known_rows
+from splitveil.active_party.training.evaluation import (
+    HeldOutPredictions,
+    measure_groups,
+    score_bins,
+)
 from splitveil.common.errors import DataError
 from splitveil.common.models.settings import bins_of
 from splitveil.common.party import command_line
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.privacy.figures import PredictionFigures
+from splitveil.common.record.model_files import identity_metadata
 from splitveil.common.record.run_record import find_summary, write_summary
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.run.course import AlignedRows
@@ -74,11 +81,19 @@ def refit_again(settings: ActiveSettings, device: torch.device) -> Refitted:
     model.to(device)
     new = fitted_top(settings, encoder, known, torch.from_numpy(splits["train"]), model)
     before, after = (known.measure(one, splits["test"]) for one in (model, new))
-    if new is model:
-        return Refitted(False, before, after)
-    save_refitted(settings, folder, new, trained.identity)
-    summary = find_summary(folder)
-    if summary is not None and summary.active is not None and after is not None:
-        figures = replace(summary.active.model, refit=after)
+    is_better, summary, test = new is not model, find_summary(folder), None
+    if after is not None:
+        at = torch.from_numpy(splits["test"])
+        test = HeldOutPredictions(known.logits(new, at).cpu(), known.labels[at.to(device)].cpu())
+    if is_better:
+        of_run = identity_metadata(trained.identity, settings.contract)
+        save_refitted(settings, folder, new, of_run | score_bins(known.kind, test))
+    if summary is not None and summary.active is not None and test is not None:
+        figures, of_test = summary.active.model, rows.file_rows[splits["test"]]
+        if is_better:
+            figures = replace(figures, refit=after)
+        if settings.inference.model != "trained":
+            groups = measure_groups(groups_of(settings, data), of_test, test)
+            figures = replace(figures, groups=groups)
         write_summary(folder, replace(summary, active=replace(summary.active, model=figures)))
-    return Refitted(True, before, after)
+    return Refitted(is_better, before, after)

@@ -26,6 +26,7 @@ from splitveil.common.party import command_line
 from splitveil.common.party.command_line import Process, run_as_party
 from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.party_data import PartyData
+from splitveil.common.record.run_folder import end_of
 from splitveil.common.record.run_store import RunStore
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
@@ -33,11 +34,13 @@ from splitveil.common.run.contract import ACTIVE
 logger = logging.getLogger("splitveil.active_party")
 
 
-def run(parsed: argparse.Namespace) -> None:
+def run(parsed: argparse.Namespace) -> bool:
+    """Train with the passive parties, or resume a run; return whether it was ended for good."""
     settings: ActiveSettings = parsed.loaded
     check_processes(settings)
     train = partial(_take_part, fresh=parsed.fresh)
     run_as_party(settings, ("top_model", "defense"), learner_of_rank, train)
+    return end_of(settings.run_folder(ACTIVE)) is not None
 
 
 def _take_part(settings: ActiveSettings, process: Process, *, fresh: bool) -> None:
@@ -73,7 +76,7 @@ def train(
     try:
         return serve(session)
     finally:
-        recorder.note_refit(results.save_results(settings, folder, session, builder))
+        recorder.note_refit(*results.save_results(settings, folder, session, builder))
         recorder.note_alone(results.save_alone(settings, folder, session, builder))
 
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from splitveil.active_party.predict.predictor import Predictor, log_security, open_predictor
 from splitveil.active_party.settings import ActiveSettings
+from splitveil.active_party.training.evaluation import by_score
 from splitveil.active_party.training.label_kinds import kind_of
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.data.source_settings import expand_path
@@ -15,6 +16,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.party import command_line
 from splitveil.common.party.endpoint import endpoint_of
 from splitveil.common.party.interruption import Interruption
+from splitveil.common.party.party_status import Drift
 from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
@@ -121,6 +123,7 @@ def open_service(
     given = GivenFeatures(settings.data, predictor.model.encoder)
     log = CallLog(status, transcript)
     service = AnswerService(predictor, batcher, watch, given, rules, log, fallback)
+    service.drift = Drift(predictor.model.metadata, by_score, status.drift)
     status.name_run(service.run_id)
     waiting_of = batcher.num_waiting
     status.follow(lambda: service.trouble, waiting_of, fallback=fallback is not None)

@@ -20,6 +20,7 @@ from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.predictor import Predictions, Predictor
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.errors import SplitveilError
+from splitveil.common.party.party_status import Drift
 from splitveil.common.wire.limits import ID_BYTES
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,7 @@ class AnswerService:
         self._batcher = batcher
         self._watch = watch
         self._fallback = fallback
+        self.drift: Drift | None = None  # of the joint model's predictions
 
     @property
     def run_id(self) -> str:
@@ -243,6 +245,8 @@ class AnswerService:
             found = np.flatnonzero(predictions.found)
             predicted[asked[found]] = predictions.probabilities[found]
             models[asked[found]] = "joint"
+            if self.drift is not None:
+                self.drift.note(predictions.probabilities[found])
             left = np.flatnonzero(~predictions.found)
         if self._fallback is not None and len(left):
             own = self._fallback.predict(pending.question, left)

@@ -1,8 +1,9 @@
 """Metrics of the active party's online predictions: how many, how fast, by which model.
 
 Every request is recorded in the metrics and in the transcript. No record has an id or a prediction.
-Everything is a count of requests, ids, questions or seconds. No figure depends on what was
-predicted: with all labels of the training swapped, the metrics are the same.
+Everything is a count of requests, ids, questions or seconds. One figure depends on what was
+predicted, the drift of scores, which is about a thousand predictions together: with all labels of
+the training swapped, the other metrics are the same.
 """
 
 import time
@@ -74,6 +75,8 @@ class OnlineStatus(party_status.PartyStatus):
             "predict_timeouts", "Requests without an answer within serving.timeout_s."
         )
         self._waiting = gauge("predict_waiting", "Requests that wait to be asked.")
+        about = "Drift of the last 1,000 predictions from those of test rows; above .25, of note."
+        self.drift = gauge("score_psi", about, ["score"])
         models = gauge("answering", "1 for the model that answers requests now.", ["model"])
         for model in ("joint", FALLBACK, "none"):
             models.labels(model).set_function(partial(self._is_answering, model))

@@ -21,6 +21,7 @@ from splitveil.common.privacy.charge import Adversary
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.privacy.figures import (
     BeyondFigures,
+    Groups,
     LeakBounds,
     LeakFigures,
     PredictionFigures,
@@ -78,6 +79,7 @@ class ActiveRecorder(RunRecorder):
         """The bounds on all answers when the run went back: restoring a checkpoint keeps them."""
         self._earlier: EarlierAnswers | None = None
         self._refit: PredictionFigures | None = None
+        self._groups: Groups = None
         self._alone: PredictionFigures | None = None
 
     def on_aligned(self, rows: AlignedRows, seed: bytes) -> None:
@@ -212,8 +214,8 @@ class ActiveRecorder(RunRecorder):
         if self._progress is not None:
             self._progress.resume_at(self._steps)
 
-    def note_refit(self, figures: PredictionFigures | None) -> None:
-        self._refit = figures
+    def note_refit(self, figures: PredictionFigures | None, groups: Groups) -> None:
+        self._refit, self._groups = figures, groups
 
     def note_alone(self, figures: PredictionFigures | None) -> None:
         self._alone = figures
@@ -234,6 +236,7 @@ class ActiveRecorder(RunRecorder):
                 self._train_loss,
                 self._refit,
                 self._alone,
+                self._groups,
             ),
             defense=self._settings.defense.model_dump(mode="json"),
             ledger=total,

@@ -5,7 +5,7 @@ Nothing that is computed here is sent to anybody.
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -91,6 +91,7 @@ class JointModel:
         labels: LabelKind = CLASS_LABELS,
     ) -> None:
         self.identity = identity
+        self.metadata: Mapping[str, str] = {}  # of its file
         self.encoder = encoder
         self.kind = kind
         self._model = model.to(device)
@@ -106,7 +107,9 @@ class JointModel:
     ) -> "JointModel":
         trained, model, kind = load_top(settings, choice)
         rule, labels = settings.contract.aggregation, kind_of(settings.data)
-        return cls(trained.identity, model, trained.encoder, rule, device, kind, labels)
+        found = cls(trained.identity, model, trained.encoder, rule, device, kind, labels)
+        found.metadata = trained.saved.metadata
+        return found
 
     def predictions(
         self, activations: Sequence[Tensor], own: Features | None

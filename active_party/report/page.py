@@ -182,7 +182,7 @@ def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
     target, _ = target_of(run)
     most = None if target is None else 2 * target - 1
     limit = "" if target is None else f"; limit {100 * target:g}"
-    allowed = "" if target is None else f" Limit: {100 * target:g}."
+    allowed = "" if target is None else f" Limit: {100 * target:g} of 100 pairs."
     if leak.bound is None or leak.adversary is None:
         said = f"No bound: nothing limits it.{allowed}"
         return ScaleRow(f"Labels: no bound{limit}", "muted", 0.0, 1.0, most=most, said=said)
@@ -196,7 +196,7 @@ def _labels(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
         said = f"Nothing that was sent depends on one: 50 of 100 pairs, which is guessing.{allowed}"
         return ScaleRow(words, "guarantee", 0.0, 0.0, said=said)
     if not leak.is_proved:
-        said = f"By what the defense states without a proof, {100 * bound:g} of 100.{allowed}"
+        said = f"By what the defense states without a proof, {100 * bound:g} of 100 pairs.{allowed}"
         return ScaleRow(f"{words}, stated", "muted", 0.0, 2 * bound - 1, most=most, said=said)
     counted = (
         "all training rows of a person together" if leak.is_of_persons else "each training row"
@@ -231,7 +231,7 @@ def _measured(run: RunFiles, leak: LeakAssessment) -> ScaleRow:
     if strongest is not None:
         low, high, value = (50 + 50 * one for one in found)
         words = f"{value:.0f} of 100 pairs ({low:.0f} to {high:.0f})"
-        said = f"An attack that was run was right in {value:.0f} of 100 pairs."
+        said = f"An attack that was run was right in {value:.0f} of 100 pairs (guessing: 50)."
     left_out = run.active.summary.of_leak.counts.much_left_out
     said += f" {left_out.replace(' (leak_monitor.max_cpu_share)', '')}"
     return ScaleRow(f"Attack: {words}", "measured", *found, said=said.strip())

@@ -19,6 +19,7 @@ from splitveil.common.privacy.figures import (
     STANDARD_ERRORS,
     BeyondFigures,
     ClassFigures,
+    Estimate,
     PredictionFigures,
     RunFigures,
 )
@@ -38,18 +39,6 @@ class TableRow(NamedTuple):
 
     cells: tuple[str, ...]
     is_strong: bool = False  # whether its first number is written in bold
-
-
-class Estimate(NamedTuple):
-    """A test AUC with its 95 % interval (DeLong et al., Biometrics 44, 1988)."""
-
-    value: float
-    low: float
-    high: float
-
-    def in_words(self, digits: int = 4) -> str:
-        form = f".{digits}f"
-        return f"{self.value:{form}} ({self.low:{form}} to {self.high:{form}})"
 
 
 class MeasuredAttack(NamedTuple):
@@ -92,7 +81,8 @@ def finding_of(series: run_files.LeakSeries) -> MeasuredAttack:
 def estimate_of(recorded: float, predictions: StoredPredictions | None) -> Estimate | None:
     """Return the recorded AUC of a run with its interval; None where that is not known.
 
-    With several classes it is the mean over the classes, each against the rest.
+    The interval is that of DeLong et al. (Biometrics 44, 1988). With several classes it is the mean
+    over the classes, each against the rest.
     """
     if predictions is None:
         return None
@@ -240,6 +230,16 @@ def test_rows(run: run_files.RunFiles) -> Iterator[tuple[str, str]]:
     yield "our own data only", _NOT_ALONE if alone is None else alone.in_words(3)
     if model.test.constant_rmse is not None:
         yield "the mean of all labels", f"{model.test.constant_rmse:.4g}"
+
+
+def group_rows(run: run_files.RunFiles) -> Iterator[TableRow]:
+    """Yield the predictions by group; the mean is strong where chance does not explain its miss."""
+    for one in run.active.summary.of_active.model.groups or ():
+        actual, mean = one.actual, one.predicted
+        is_off = actual is not None and mean is not None and not actual.low <= mean <= actual.high
+        estimates = (actual, one.selected, one.auc)
+        words = (ABSENT if found is None else found.in_words(3) for found in estimates)
+        yield TableRow((one.group, figure(mean), *words, count(one.rows)), is_off)
 
 
 def quality_in_words(

@@ -15,13 +15,13 @@ from pydantic import TypeAdapter, ValidationError
 from splitveil.active_party.defenses import DefenseContext, DefenseSettings, NoDefense
 from splitveil.active_party.defenses.noisy_sums import COMPUTATIONAL
 from splitveil.active_party.defenses.section import ChargeModel
-from splitveil.active_party.ledger.budget import LEARNED_FROM_LABELS
 from splitveil.active_party.report.run_files import RunFiles
-from splitveil.active_party.report.tables import Estimate, estimate_of
+from splitveil.active_party.report.tables import estimate_of
 from splitveil.active_party.training.evaluation import read_predictions
 from splitveil.common.data.settings import ONE_NUMBER
 from splitveil.common.party.cover import ended_early_by
 from splitveil.common.privacy.charge import Adversary
+from splitveil.common.privacy.figures import Estimate
 from splitveil.common.record.assessment import Finding, LeakAssessment, passes_stated
 from splitveil.common.record.run_record import ModelFigures
 from splitveil.common.text.wording import at_least, at_most, auc_at_most
@@ -436,7 +436,7 @@ def _steps(
             "defense: {module: ...}",
             "the charges that this defense states do not describe its answers: correct them, and "
             "use no bound of this run",
-            "None for the labels of this run: what was sent is known to the other company.",
+            "None for the labels of this run: what was sent is known to whoever received it.",
         )
     if outcomes.get(_MEASURED) == "open" and outcomes.get(_BOUND) == "pass":
         yield Change(
@@ -452,10 +452,13 @@ def _steps(
             "More answers about the same labels, where there are more epochs: see the details.",
         )
     if outcomes.get(_ALONE) == "open":
+        components = run.is_one_shot and not run.active.setting("contract", "release")
         yield Change(
-            "(more aligned rows, or no joint run)",
+            f"(more aligned rows, {'a score, ' * components}or no joint run)",
             "the test rows do not show that the feature owner's columns help: more would, or would "
-            "show that they do not",
+            "show that they do not"
+            + "; so may a score, one number that noisy labels choose and that is worth more than "
+            "as many components (contract.release, bottom_model: {kind: score})" * components,
             "What another run sends, beside what this one has sent.",
         )
     if outcomes.get(_ALONE) == "fail":
@@ -469,9 +472,12 @@ def _steps(
 def _steps_to_a_bound(run: RunFiles, target: float) -> Iterator[Change]:
     """Yield the settings that would bound the leak for anybody at the target."""
     if run.active.setting("initial_weights") and not run.is_one_shot:
-        setting, why = LEARNED_FROM_LABELS
-        price = "The run starts from fresh weights, and learns again what the earlier one knew."
-        yield Change(f"{setting}: null", why, price)
+        yield Change(
+            "initial_weights: null",
+            "what an earlier run's model has learned from labels shows in the answers, and is "
+            "counted only where earlier_ledgers counts the noisy labels that it learned from",
+            "The run starts from fresh weights, and learns again what the earlier one knew.",
+        )
     defense = _defense_at(run, target)
     if defense is None:
         return

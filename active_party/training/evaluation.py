@@ -19,8 +19,12 @@ from safetensors.numpy import load_file
 from torch import Tensor
 
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
+from splitveil.common.data.columns import CategoricalColumn
+from splitveil.common.data.stored_ids import ids_at
 from splitveil.common.errors import SettingsError
-from splitveil.common.privacy.figures import PredictionFigures
+from splitveil.common.party.party_status import reference_bins
+from splitveil.common.privacy.adjusted_auc import placements
+from splitveil.common.privacy.figures import Estimate, GroupFigures, Groups, PredictionFigures
 from splitveil.common.record.model_files import save_tensors
 from splitveil.common.run.course import AlignedRows, Batch
 from splitveil.common.run.progress import State
@@ -29,6 +33,12 @@ from splitveil.common.run.sample_order import Positions, SplitName
 _FILE = "test_predictions.safetensors"
 
 _DIGEST_BYTES = 16
+
+_LEAST_ROWS = 50  # of a group by itself
+_MOST_GROUPS = 50
+_LEAST_OF_CLASS = 10  # of both, for an AUC
+_OTHERS = f"other: of fewer than {_LEAST_ROWS} rows, or beyond {_MOST_GROUPS} groups"
+_NORMAL_975 = 1.959963984540054
 
 
 class Evaluation(NamedTuple):
@@ -44,6 +54,19 @@ class HeldOutPredictions(NamedTuple):
 
     logits: Tensor  # (test rows,) or (test rows, classes)
     labels: Tensor  # (test rows,), float: 0 or 1, class indices, or shares of the range
+
+
+def score_bins(kind: LabelKind, test: HeldOutPredictions | None) -> dict[str, str]:
+    """Return a model's metadata with the bins of its scores of the test rows, if there are some."""
+    if test is None:
+        return {}
+    return reference_bins(by_score(kind.in_units(kind.predicted(test.logits).numpy())))
+
+
+def by_score(predictions: npt.NDArray[np.float32]) -> dict[str, npt.NDArray[np.float32]]:
+    """Return each class's probabilities by its number, or the only prediction; not by its name."""
+    scores = predictions.reshape(len(predictions), -1).T
+    return {str(number): score for number, score in enumerate(scores)}
 
 
 class EarlyStop:
@@ -129,6 +152,50 @@ class Evaluator:
         self._scores = [(logits, labels) for logits, labels in state["scores"]]
 
 
+def measure_groups(
+    groups: CategoricalColumn | None, file_rows: Positions, test: HeldOutPredictions | None
+) -> Groups:
+    """Measure predictions of two classes by group, all rows first; small groups are joined.
+
+    Selected are the rows whose scores are highest: as many as there are rows with label 1, and
+    those with the same score as the last of them. Intervals of shares are Wilson's (JASA 22, 1927),
+    those of AUCs are of DeLong et al. (Biometrics 44, 1988).
+    """
+    if groups is None or test is None:
+        return None
+    scores, positive = test.logits.double().numpy(), test.labels.numpy() == 1
+    probabilities = test.logits.double().sigmoid().numpy()
+    threshold = np.sort(scores)[-positive.sum()] if positive.any() else math.inf
+
+    def share_of(chosen: npt.NDArray[np.bool_]) -> Estimate:
+        share, squared = float(chosen.mean()), _NORMAL_975**2 / len(chosen)
+        half = math.sqrt(squared * (share * (1 - share) + squared / 4))
+        low, high = ((share + squared / 2 + one) / (1 + squared) for one in (-half, half))
+        return Estimate(share, low, high)
+
+    def measured(name: str, rows: npt.NDArray[np.bool_]) -> GroupFigures:
+        labels, auc = positive[rows], None
+        if len(labels) < _LEAST_ROWS:
+            return GroupFigures(name, len(labels))
+        if min(labels.sum(), (~labels).sum()) >= _LEAST_OF_CLASS:
+            placed = placements(scores[rows], labels)
+            half = _NORMAL_975 * math.sqrt(placed.variance)
+            auc = Estimate(placed.auc, max(placed.auc - half, 0.0), min(placed.auc + half, 1.0))
+        mean, selected = float(probabilities[rows].mean()), share_of(scores[rows] >= threshold)
+        return GroupFigures(name, len(labels), mean, share_of(labels), selected, auc)
+
+    names = [*groups.categories.to_pylist(), "no entry"]
+    codes = groups.codes[file_rows] % len(names)  # -1 is the last
+    counts = np.bincount(codes, minlength=len(names))
+    largest = np.argsort(-counts, kind="stable")[:_MOST_GROUPS]
+    own = largest[counts[largest] >= _LEAST_ROWS]
+    found = [measured("all rows", np.ones(len(codes), np.bool_))]
+    found += [measured(names[at], codes == at) for at in own]
+    if (others := ~np.isin(codes, own)).any():
+        found.append(measured(_OTHERS, others))
+    return tuple(found)
+
+
 class StoredPredictions(NamedTuple):
     """The predictions of a run's test rows, sorted by the digests of their ids."""
 
@@ -145,7 +212,7 @@ def save_predictions(
     folder: Path, ids: Sequence[str], rows: AlignedRows, predictions: HeldOutPredictions
 ) -> None:
     """Write the predictions of the test rows into a run's folder."""
-    digests = _digests(ids[row] for row in rows.file_rows[rows.splits["test"]])
+    digests = _digests(ids_at(ids, rows.file_rows[rows.splits["test"]]))
     tensors = {
         "ids": torch.from_numpy(digests.view(np.uint8).reshape(-1, _DIGEST_BYTES).copy()),
         "logits": predictions.logits,
@@ -188,7 +255,7 @@ def _digests(ids: Iterable[str]) -> npt.NDArray[np.void]:
 
 
 def _digest_of(ids: Sequence[str], rows: AlignedRows, positions: Positions) -> bytes:
-    digests = _digests(ids[row] for row in rows.file_rows[positions])
+    digests = _digests(ids_at(ids, rows.file_rows[positions]))
     # Adding up modulo 2^64, lane by lane, needs no sorting; the sum of random words is a digest
     # against mix-ups, not against somebody who chooses ids.
     lanes = np.frombuffer(digests.tobytes(), dtype="<u8").reshape(-1, _DIGEST_BYTES // 8)

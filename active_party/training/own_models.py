@@ -42,6 +42,7 @@ _PREDICTED_AT_ONCE = 16_384
 _PATIENCE_EPOCHS = 5
 _MOST_COLUMNS_OF_TREES = 1024  # images would take hours
 _MOST_NUMBERS_OF_TREES = 2**26  # of all rows, each 8 bytes while trees are grown
+_MOST_ROWS_OF_TREES = 2**18  # trees on 720,000 rows had .0007 more of AUC, in 2.7 times as long
 _HELD_OUT_SEED = 0  # of every fit, so that a later one is not compared on rows of an earlier one
 
 
@@ -125,7 +126,7 @@ class KnownRows(NamedTuple):
         width = columns_of(*self.inputs(rows[:1])).shape[1]
         if width > _MOST_COLUMNS_OF_TREES:
             return None
-        rows = rows[: _MOST_NUMBERS_OF_TREES // max(width, 1)]
+        rows = rows[: min(_MOST_ROWS_OF_TREES, _MOST_NUMBERS_OF_TREES // max(width, 1))]
         parts = torch.split(rows, _PREDICTED_AT_ONCE)
         columns = torch.cat([columns_of(*self.inputs(part)).cpu() for part in parts])
         of_rows, of_classes = (None if one is None else one.cpu() for one in self.weights)

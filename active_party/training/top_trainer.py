@@ -13,6 +13,7 @@ from splitveil.active_party.defenses.interface import Defended, Defense, Objecti
 from splitveil.active_party.defenses.noise import AnswerKeys
 from splitveil.active_party.defenses.noisy_sums import NoisySums
 from splitveil.active_party.training.boosting import WithTrees
+from splitveil.active_party.training.evaluation import HeldOutPredictions
 from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind, LossWeights
 from splitveil.active_party.training.own_models import CutMemory, KnownRows
 from splitveil.common.data.features import Features
@@ -20,7 +21,6 @@ from splitveil.common.errors import SplitveilError
 from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.device import check_same_gpu, gpu_of, to_device
 from splitveil.common.models.optimizers import in_training_mode, random_state, set_random_state
-from splitveil.common.privacy.figures import PredictionFigures
 from splitveil.common.run.progress import Phase, Phases, State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.imports import fault_of_own_code
@@ -195,20 +195,15 @@ class TopTrainer:
         on_cpu = LossWeights(*(None if one is None else one.cpu() for one in self._weights))
         return KnownRows(self._labels.cpu(), self._features.to(cpu), weights=on_cpu, kind=self.kind)
 
-    def measure(self, model: nn.Module, positions: Positions) -> PredictionFigures | None:
-        """Measure a model's predictions of some rows at their last activations, if known."""
-        found = self.logits(positions, model)
-        return None if found is None else self.kind.measure(*found)
-
     def logits(
         self, positions: Positions, model: nn.Module | None = None
-    ) -> tuple[Tensor, Tensor] | None:
+    ) -> HeldOutPredictions | None:
         """Return logits and labels of some rows at their last activations, on the CPU, if known."""
         if self.memory is None or not self.memory.is_filled or not len(positions):
             return None
         rows = torch.from_numpy(positions.copy())
         logits = self._known(self.memory).logits(model or self.model, rows)
-        return logits.cpu(), self.labels_of(positions)
+        return HeldOutPredictions(logits.cpu(), self.labels_of(positions))
 
     def _known(self, memory: CutMemory) -> KnownRows:
         return KnownRows(self._labels, self._features, memory, self._weights, self.kind)

@@ -169,15 +169,13 @@ def _send_all(
 
 # ---- the engine of a party, and what it stores about its exchanges for one run ----
 
-_MOST_WORKERS = 8
-
 
 def build_engine(settings: AlignmentSettings) -> EcdhEngine:
-    """Build a contract's engine, which uses the cores that the process may use, at most eight."""
+    """Build a contract's engine, which uses the cores that the process may use."""
     return EcdhEngine(
         min_aligned=settings.min_aligned,
         max_set_size=settings.max_set_size,
-        workers=min(num_cores(), _MOST_WORKERS),
+        workers=num_cores(),
         buckets=settings.buckets,
     )
 

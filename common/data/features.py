@@ -14,6 +14,7 @@ The encoder is fitted on a party's own training rows only and saved with its mod
 - Images are not changed.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -276,6 +277,16 @@ class FeatureEncoder(Section):
         sequences = (column.name for column in self.sequences)
         image = () if self.image is None else ("",) * math.prod(self.image.shape)
         return (*numbers, *image, *categories, *sequences)
+
+    def by_column(self, features: Features) -> dict[str, NDArray[Any]]:
+        """Return encoded numbers and categories by column; no lists, sequences and images."""
+        names = [name for name, _ in self.numeric_parts[: len(self.numeric + self.indicators)]]
+        parts = (
+            (names, features.numeric),
+            ([c.name for c in self.categorical], features.categorical),
+        )
+        found = [zip(one, np.asarray(of).T, strict=False) for one, of in parts if of is not None]
+        return dict(itertools.chain(*found))
 
     @property
     def numeric_parts(self) -> tuple[tuple[str, int], ...]:

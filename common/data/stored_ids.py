@@ -101,6 +101,11 @@ class StoredIds(Sequence[str]):
         return found
 
 
+def ids_at(ids: Sequence[str], rows: NDArray[np.int64]) -> Sequence[str]:
+    """Return the ids of some rows, at once: one by one, a million take two seconds."""
+    return ids.take(rows) if isinstance(ids, StoredIds) else [ids[row] for row in rows.tolist()]
+
+
 def repeated_rows(ids: Sequence[str], hashes: NDArray[np.int64]) -> list[tuple[int, int]]:
     """Return the rows whose id an earlier row has, with the first such row, both from 0.
 

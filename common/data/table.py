@@ -187,7 +187,10 @@ def table_of(
         columns = source.read(needed)
     if not num_rows_of(columns, image, source.name):
         raise DataError(f"{source.name}: there are no rows")
-    return reader.finish(reader.add(columns, image))
+    table = reader.add(columns, image)
+    del columns
+    pa.default_memory_pool().release_unused()  # what was decoded: as much as the table again
+    return reader.finish(table)
 
 
 def table_of_ids(

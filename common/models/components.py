@@ -246,9 +246,7 @@ class ComponentsBottom(Codes):
         targets = noisy.astype(np.float64)
         if targets.shape[1] > 1:  # shares of classes add up to 1, and the noise does not
             targets = (targets - targets.mean(1, keepdims=True))[:, :-1]
-        self._fit(
-            statistics_of_labels(self._sums_of(rows, targets), self.num_codes), moments, names
-        )
+        self._fit(self.statistics_of_labels(rows, targets), moments, names)
 
     def fit_sums(
         self,
@@ -301,9 +299,12 @@ class ComponentsBottom(Codes):
         means = joined[bits:, 1:codes] / joined[bits:, :1] - statistics.mean
         return statistics, scales(statistics.covariance), means
 
+    def statistics_of_labels(self, rows: Features, targets: Numbers) -> LabelStatistics:
+        return statistics_of_labels(self._sums_of(rows, targets), self.num_codes)
+
     def scores_of(self, rows: Features, targets: Numbers) -> tuple[Numbers, Numbers]:
         """Return weights, (codes, targets), and bias of a score for each target, float64."""
-        return Ridge(statistics_of_labels(self._sums_of(rows, targets), self.num_codes)).function()
+        return Ridge(self.statistics_of_labels(rows, targets)).function()
 
     def _fit(self, statistics: LabelStatistics, moments: Numbers, names: Sequence[str]) -> None:
         with np.errstate(all="ignore"):

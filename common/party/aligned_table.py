@@ -89,16 +89,14 @@ _POSITION = "position"
 
 
 def check_outputs(settings: PartySettings, output: Path, *, positions: bool = False) -> None:
-    check_output(output)
+    stamps = stamps_of(settings.data.source, settings.base_dir)
+    check_output(output, [path for path, *_ in stamps])
     if positions and not settings.data.id_columns:
         raise SettingsError("--positions: expected data.id_column: rows have no ids but numbers")
     if positions and _POSITION in settings.data.id_columns:
         raise SettingsError(
             f"--positions: expected an id column with another name than {_POSITION}"
         )
-    stamps = stamps_of(settings.data.source, settings.base_dir)
-    if str(output.resolve()) in {path for path, *_ in stamps}:
-        raise SettingsError(f"--output: {output} is the table of data.source itself")
 
 
 def read_own_ids(settings: PartySettings) -> PartyData:

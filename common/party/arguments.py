@@ -157,7 +157,7 @@ def _add_predict(command: Parser) -> None:
         required=True,
         metavar="FILE",
         help="predictions.parquet or predictions.csv; an interrupted prediction goes on with the "
-        "same command",
+        "same command, and an earlier file is replaced",
     )
     command.add_argument(
         "--data",
@@ -240,8 +240,9 @@ def run_command(parsed: argparse.Namespace, party: str | None = None) -> int:
         if name in _OF_PARTIES:
             require_linux()
         action = resolve_name(_ELSEWHERE.get(name) or _ELSEWHERE.get(f"{role} {name}", own))
-        resolve_name("splitveil.common.party.workers:act")(parsed, action)
-        if (then := _THEN.get(f"{role} {name}")) and os.environ.get("RANK", "0") == "0":
+        ended_early = resolve_name("splitveil.common.party.workers:act")(parsed, action)
+        then = None if ended_early else _THEN.get(f"{role} {name}")
+        if then and os.environ.get("RANK", "0") == "0":
             logger.info("next: splitveil %s", then.format(parsed.settings))
 
     log_format: LogFormat = getattr(parsed, "log_format", "text")

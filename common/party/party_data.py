@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -374,3 +374,6 @@ class ServedRows:
     def features_of(self, rows: NDArray[np.int64]) -> Features:
         """Return arrays."""
         return self._features.rows(rows)
+
+    def by_column(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+        return self.encoder.by_column(self.features_of(rows))

@@ -57,14 +57,17 @@ ONLY = Rank()  # a process that has no others beside it
 _logger = logging.getLogger(__name__)
 
 
-def act(parsed: argparse.Namespace, action: Callable[[argparse.Namespace], None]) -> None:
+def act(
+    parsed: argparse.Namespace, action: Callable[[argparse.Namespace], bool | None]
+) -> bool | None:
+    """Do what a command does; return what it returns."""
     size = Rank.of_environment().size
     if size > 1 and parsed.command != "run":
         raise SettingsError(
             f"{parsed.command}: torchrun has started {size} processes, and only run computes in "
             f"several: start it without torchrun"
         )
-    action(parsed)
+    return action(parsed)
 
 
 @contextmanager

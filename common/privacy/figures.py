@@ -8,7 +8,7 @@ attack, all of the cut layer; ``epsilon_lower_bound`` is a number, and
 import math
 from dataclasses import dataclass, field, fields
 from operator import ge, itemgetter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from pydantic import BeforeValidator
 
@@ -54,6 +54,32 @@ class Spread(NamedTuple):
     max: OrInfinite = math.nan
     q95: OrInfinite = math.nan  # the value that 95 % of the examples do not exceed
     mean: OrInfinite = math.nan
+
+
+class Estimate(NamedTuple):
+    """A figure with its 95 % interval."""
+
+    value: Known
+    low: Known
+    high: Known
+
+    def in_words(self, digits: int = 4) -> str:
+        form = f".{digits}f"
+        return f"{self.value:{form}} ({self.low:{form}} to {self.high:{form}})"
+
+
+class GroupFigures(NamedTuple):
+    """Predictions of label 1 for the test rows of one group; None where they are too few."""
+
+    group: str
+    rows: Count
+    predicted: Number = None  # mean probability of label 1
+    actual: Maybe[Estimate] = None  # share of rows with label 1
+    selected: Maybe[Estimate] = None  # share of rows whose score reaches the same threshold
+    auc: Maybe[Estimate] = None
+
+
+Groups: TypeAlias = tuple[GroupFigures, ...] | None
 
 
 @dataclass(frozen=True)
@@ -117,7 +143,7 @@ class PredictionFigures(Form):
         """The share as a figure for laypeople, and its unit."""
         share = math.nan if self.share is None else self.share
         if self.rmse is None:
-            return f"{50 + 50 * share:.0f}", "of 100 pairs in the right order"
+            return f"{50 + 50 * share:.0f}", "of 100 pairs in the right order (guessing: 50)"
         return f"{share:.0%}", "of the variance"
 
     @property

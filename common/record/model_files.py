@@ -300,6 +300,9 @@ class TrainedModel:
     @classmethod
     def open(cls, folder: Path, contract: Contract, weights: str = WEIGHTS) -> "TrainedModel":
         """Open a party's folder of a run. The weights are loaded when they are needed."""
+        has_learned = metadata_of(folder / "checkpoint", weights, "model").get(_BATCHES) != "0"
+        if run_folder.end_of(folder) and (contract.is_one_shot or not has_learned):
+            raise SettingsError(f"model: {folder}: this run was ended before there was a model")
         saved = EarlierModel.open(folder / "checkpoint", weights, "model")
         path = saved.folder / weights
         run_id, batches = saved.metadata.get(_RUN, ""), saved.metadata.get(_BATCHES, "")

@@ -31,6 +31,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.privacy.figures import (
     LEAK_TABLES,
     AttackFigure,
+    Groups,
     LeakBounds,
     LeakFigures,
     PredictionFigures,
@@ -225,6 +226,8 @@ class ModelFigures(Form):
     """Of the copy fitted to the true labels, on the test rows."""
     alone: Annotated[PredictionFigures | None, Flat("test_", "_alone")] = None
     """Of a model of the active party's own features only, on the test rows."""
+    groups: Annotated[Maybe[Groups], Key("test_groups"), IF_ANY] = None
+    """Of the model that predicts, all test rows first (``report.group_column``)."""
 
 
 @dataclass(frozen=True)
@@ -281,7 +284,7 @@ def plain_figures(summary: Summary) -> dict[str, Any]:
     return {name: value for name, value in summary.form().items() if name not in _WITH_TABLES}
 
 
-_WITH_TABLES = {*LEAK_TABLES, "ledger", "bounds", "transcript", "provenance"}
+_WITH_TABLES = {*LEAK_TABLES, "test_groups", "ledger", "bounds", "transcript", "provenance"}
 
 
 METRICS = "metrics.jsonl"

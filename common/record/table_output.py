@@ -1,6 +1,6 @@
 """Writes tables as Parquet or CSV files, for their owner only, whole or not at all."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,17 @@ from splitveil.common.text.files import replacing_file
 FORMATS = (".parquet", ".csv")
 
 
-def check_output(output: Path) -> None:
-    """Check that a table can be written to a path, before anything is asked of the other party."""
+def check_output(output: Path, tables: Iterable[str | Path] = ()) -> None:
+    """Check that a table can be written to a path, before anything is asked of the other party.
+
+    ``tables`` are files that the command reads, which it must not replace.
+    """
     if output.suffix.lower() not in FORMATS:
         raise SettingsError(f"--output: expected a file ending in {' or '.join(FORMATS)}")
     if not output.parent.is_dir():
         raise SettingsError(f"--output: there is no folder {output.parent}")
+    if output.resolve() in {Path(table).resolve() for table in tables}:
+        raise SettingsError(f"--output: {output} is a table that this command reads")
 
 
 def writer_of(output: Path, file: Any, schema: pa.Schema) -> Any:

@@ -89,7 +89,8 @@ def sync(path: Path) -> None:
     """Make a file, or the names in a folder, survive a power failure."""
     if os.name == "nt" and path.is_dir():
         return  # Windows opens no folders
-    descriptor = os.open(path, os.O_RDONLY)
+    # Windows writes out only what is open to be written, and other systems open no folder for that.
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
@@ -98,7 +99,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def only_one_process(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY)
     try:
         lock(descriptor)
         yield

@@ -4,6 +4,7 @@ Simulations, plans, audits and reports take what is there, on any system. A part
 it: two processes must never share a run or a noise key, and only Linux is tested for that.
 """
 
+import errno
 import os
 from contextlib import suppress
 from importlib import import_module
@@ -37,10 +38,14 @@ def lock(descriptor: int, *, waits: bool = True) -> None:
     if _fcntl is not None:
         _fcntl.flock(descriptor, _fcntl.LOCK_EX | (0 if waits else _fcntl.LOCK_NB))
     elif _msvcrt is not None:
-        try:
-            _msvcrt.locking(descriptor, _msvcrt.LK_LOCK if waits else _msvcrt.LK_NBLCK, 1)
-        except OSError as error:
-            raise BlockingIOError(*error.args) from error
+        while True:
+            try:
+                _msvcrt.locking(descriptor, _msvcrt.LK_LOCK if waits else _msvcrt.LK_NBLCK, 1)
+            except OSError as error:  # LK_LOCK gives up after ten seconds
+                if not waits or error.errno != errno.EDEADLK:
+                    raise BlockingIOError(*error.args) from error
+            else:
+                return
 
 
 def num_cores() -> int:

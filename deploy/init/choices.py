@@ -276,7 +276,7 @@ class Choices(NamedTuple):
 class Wishes(NamedTuple):
     id_column: str | None = None
     has_id: bool = True  # without, equal row numbers mean the same example
-    label_column: str | None = None
+    label_column: str | None = None  # of a passive party: the label owner's, no feature
     positive_label: tuple[str, ...] = ()
     leave_out_unlabelled: bool = False
     as_written: bool = False  # labels that look alike, rare classes and rows of sums are meant so
@@ -429,12 +429,15 @@ def choose_features(
     own = {id_column, None if label is None else label.column}
     numeric, categorical, timestamps = list[Column](), list[Column](), list[Column]()
     left_out, split = dict[str, str](), None
+    asked = dict.fromkeys(
+        {wishes.label_column} - decided, "the label owner's label, as active.yaml says"
+    ) | dict.fromkeys(wishes.exclude, "left out on request")
     time_format = _time_format([c for c in columns if c.name not in (*own, *wishes.exclude)])
     for column in columns:
         if column.name in own:
             continue
         is_index = column.name in index_columns or is_unnamed_index(column.name)
-        why = "left out on request" if column.name in wishes.exclude else ""
+        why = asked.get(column.name, "")
         if not why and (column.name not in decided or "\0" in column.name):
             why = _reason_to_leave_out(column, cells, classes, time_format, is_index=is_index)
         if why:

@@ -23,7 +23,9 @@ from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import write_text_atomically
 from splitveil.common.run.contract import ACTIVE, Name
 from splitveil.common.settings import validate
+from splitveil.common.text.values import as_mapping
 from splitveil.common.text.visible_text import visible
+from splitveil.common.text.yaml_text import read_yaml_file
 from splitveil.deploy.init.choices import Wishes, judged
 from splitveil.deploy.init.columns import Column, columns_of_sums
 from splitveil.deploy.init.proposal import Proposal, Terms, propose, texts_of, write_files
@@ -117,6 +119,10 @@ def initialise(
         numeric=wishes.numeric,
         as_written=as_written,
     )
+    beside = terms.folder / "active.yaml"
+    if terms.role != ACTIVE and beside.is_file():
+        data = as_mapping(as_mapping(read_yaml_file(beside)).get("data"))
+        wishes = wishes._replace(label_column=data.get("label_column"))
     columns, codes, wishes = judged(table.columns, wishes)
     for name, row in {"first": 0, "last": -1}.items() if not wishes.as_written else ():
         found = columns_of_sums(columns, table.columns, row)
@@ -207,7 +213,8 @@ def _narrow(folder: Path) -> str:
     line = f"cut_shape: [{width}]  # numbers that are sent per row, {said}: splitveil plan"
     if width < agreed.cut_dim and not _write_line(path, line, 0o644):
         return f"expected in contract.yaml: cut_shape: [{width}], {said}"
-    return f"contract.yaml: cut_shape: [{width}], {said}"
+    instead = f", in the place of {[*agreed.cut_shape]}" * (width < agreed.cut_dim)
+    return f"contract.yaml: cut_shape: [{width}], {said}{instead}"
 
 
 def _write_line(path: Path, line: str, mode: int) -> bool:

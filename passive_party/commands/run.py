@@ -38,7 +38,7 @@ from splitveil.passive_party.components_trainer import ComponentsTrainer
 from splitveil.passive_party.exposure_plan import remedy_of
 from splitveil.passive_party.feature_exposure import Sample, SentInEpochs, measure_exposure
 from splitveil.passive_party.grpc_peer import Connect, checked_connection, idle_peer
-from splitveil.passive_party.information_value import information_values
+from splitveil.passive_party.information_value import information_values, losses
 from splitveil.passive_party.opening import Aligner
 from splitveil.passive_party.recorder import PassiveRecorder
 from splitveil.passive_party.run import PassiveRun
@@ -56,14 +56,18 @@ _ENDED = (
 )
 
 
-def run(parsed: argparse.Namespace) -> None:
-    """Train with the active party, or resume a run; a rank above 0 computes with rank 0."""
+def run(parsed: argparse.Namespace) -> bool:
+    """Train with the active party, or resume a run; return whether it was ended for good.
+
+    A rank above 0 computes with rank 0.
+    """
     settings: PassiveSettings = parsed.loaded
     train = partial(_take_part, fresh=parsed.fresh)
     learner_of_rank: Any = None
     if settings.has_network:
         from splitveil.passive_party.bottom_trainer import learner_of_rank  # noqa: PLC0415
     run_as_party(settings, ("bottom_model", "adversary"), learner_of_rank, train)
+    return end_of(settings.run_folder(settings.folder_name())) is not None
 
 
 def _take_part(settings: PassiveSettings, process: Process, *, fresh: bool) -> None:
@@ -207,6 +211,7 @@ def try_to_measure(
 
     if trainer is None or encoder is None:
         return
+    what = "what the activations reveal of the features"
     try:
         with ProgressBar("measuring what the columns have given away"):
             found = measure_exposure(trainer, encoder, own_rows, sample, of_epochs)
@@ -215,12 +220,13 @@ def try_to_measure(
         if found is not None:
             write_exposure(folder, found)
             # By itself: no release that the peer makes up may keep the rest from being written.
-            values = information_values(trainer, encoder)
-            write_exposure(folder, replace(found, values=values))
+            what = "information values of the columns"
+            values, (each, spare) = information_values(trainer, encoder), losses(trainer, encoder)
+            write_exposure(folder, replace(found, values=values, losses=each, spare=spare))
     except SplitveilError as error:  # a full disk needs no traceback
         logger.error("%s", error)
     except Exception:
-        logger.exception("what the activations reveal of the features could not be measured")
+        logger.exception("%s could not be measured", what)
 
 
 def try_to_report(folder: Path) -> None:

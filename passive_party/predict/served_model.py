@@ -2,7 +2,7 @@
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from splitveil.common.errors import InvalidMessage
 from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.settings import PcaModel
 from splitveil.common.party.party_data import ServedRows
+from splitveil.common.party.party_status import Drift
 from splitveil.common.record.model_files import TrainedModel
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Embedded, ModelIdentity
@@ -73,8 +74,11 @@ class ServedModel:
         embedding: Callable[[Features], Any],
         rows: ServedRows,
         cut_shape: Sequence[int],
+        metadata: Mapping[str, str],
     ) -> None:
         self.identity = identity
+        self.metadata = metadata
+        self.drift: Drift | None = None  # of the rows that are asked for
         self.rows = rows
         self._embedding = embedding
         self._cut_shape = tuple(cut_shape)
@@ -90,12 +94,15 @@ class ServedModel:
         if allowed is not None:
             path = expand_path("answers.allowed_ids", allowed, settings.base_dir)
             rows.serve_only(read_id_list(path, settings.data, settings.contract.ids).ids)
-        return cls(trained.identity, embedding, rows, settings.contract.cut_shape)
+        said, cut_shape = trained.saved.metadata, settings.contract.cut_shape
+        return cls(trained.identity, embedding, rows, cut_shape, said)
 
     def embed(self, ids: Sequence[str]) -> Embedded:
         """Return the activations of known ids, the same bits whatever is asked for beside them."""
         rows = self.rows.rows_of(ids)
         known = rows != ABSENT
+        if self.drift is not None:
+            self.drift.note(rows[known])
         return Embedded(known, self.activations(rows[known]))
 
     def activations(self, rows: NDArray[np.int64]) -> Any:

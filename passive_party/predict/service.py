@@ -58,6 +58,8 @@ class InferenceStatus(PartyStatus):
         self._waited = self.metrics.counter(
             "embed_waited_seconds", "Seconds for which answers.ids_per_second held requests back."
         )
+        about = "Drift of the last 1,000 rows asked for from training rows, in the worst column."
+        self.drift = self.metrics.gauge("column_psi", about, ["column"])
         # From 0 on: an increase from nothing to 1 is none to Prometheus.
         for call in CALLS:
             self._requests.labels(call)

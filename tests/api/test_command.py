@@ -220,6 +220,20 @@ def test_align_writes_tables_only(party: str, folder: Path, call: Call) -> None:
     assert f" {party} ERROR " in done.err
 
 
+@pytest.mark.parametrize("read", ["active.csv", "ids.csv", "new.csv"])
+def test_predictions_never_take_the_place_of_a_table_that_they_are_made_from(
+    read: str, folder: Path, call: Call
+) -> None:
+    written = (folder / "active.csv").read_bytes()
+    for name in ("ids.csv", "new.csv"):
+        (folder / name).write_bytes(written)
+    files = ("--ids", folder / "ids.csv", "--data", folder / "new.csv", "--output", folder / read)
+    done = call("active", "predict", folder / "active.yaml", *files)
+    assert done.exit_code == 2
+    assert f"--output: {folder / read} is a table that this command reads" in done.err
+    assert (folder / read).read_bytes() == written
+
+
 def test_check_prints_settings_and_outcomes_as_json(folder: Path, call: Call) -> None:
     done = call("active", "check", folder / "active.yaml", "--json", "-q")
     assert done.exit_code == 0
@@ -363,6 +377,17 @@ def test_a_plan_answers_one_question_in_a_table_and_a_sentence(
     assert question in details
     assert "sum_kl" in details
     assert "sum_kl" not in "".join(table)
+
+
+def test_a_plan_refuses_a_budget_that_the_first_answer_exceeds(folder: Path, call: Call) -> None:
+    released = ("--set", "defense={name: noisy_label}", "--set")  # a leak AUC of .639
+    words = ("active", "plan", folder / "active.yaml", *released)
+    done = call(*words, "run_budget={leak_auc: 0.6}")
+    assert done.exit_code == 2
+    assert "the run ends in epoch 1 of 2" in done.out
+    assert "run_budget: the first answer exceeds it, so that the run would end" in done.err
+    assert "next: " not in done.err
+    assert call(*words, "run_budget={leak_auc: 0.64}").exit_code == 0
 
 
 def test_a_plan_is_printed_as_json(folder: Path, call: Call) -> None:

@@ -95,6 +95,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     contract = Contract(run_name="small", cut_shape=(4,), batch_size=8, epochs=3)
     # Those of serve exist before the first request (tests/system/test_served_status.py).
     serving = (OnlineStatus(contract), InferenceStatus("passive", contract))
+    for one in serving:  # but for this one, which needs a thousand rows
+        one.drift.labels("age").set(0.1)
     of_numbers = tmp_path_factory.mktemp("numbers")
     write_numbers(of_numbers, rows=300)
     shorter = ("contract.epochs=1",)

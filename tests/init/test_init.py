@@ -112,6 +112,19 @@ def test_what_is_written_can_be_used_as_it_is(tmp_path: Path) -> None:
     assert run.active.seen.evaluations[-1].figures.auc is not None
 
 
+def test_the_label_that_the_label_owner_s_settings_name_is_no_feature_unless_it_is_named(
+    tmp_path: Path,
+) -> None:
+    active(tmp_path, clients(tmp_path))
+    table = usage(tmp_path, churned=["yes" if i % 5 == 0 else "no" for i in range(ROWS)])
+    left_out = passive(tmp_path, table).proposal.choices.left_out
+    assert left_out == {"churned": "the label owner's label, as active.yaml says"}
+    wishes, terms = Wishes(categorical=("churned",)), Terms("passive", tmp_path)
+    chosen = initialise(table, wishes, terms, force=True).proposal.choices
+    assert "churned" in [column.name for column in chosen.categorical]
+    assert chosen.left_out == {}
+
+
 def test_the_contract_gets_the_width_that_the_columns_allow_and_never_a_wider_one(
     tmp_path: Path,
 ) -> None:
@@ -124,6 +137,7 @@ def test_the_contract_gets_the_width_that_the_columns_allow_and_never_a_wider_on
     assert before.pop("cut_shape") == [64]
     assert after == before
     assert f"cut_shape: [{width}], which gives away" in said
+    assert said.endswith(", in the place of [64]")
     limit = yaml.safe_load((tmp_path / "passive.yaml").read_text())["max_exposure"]
     assert 0.5 <= limit <= 1
     for chosen in ("cut_shape: [1]", "cut_shape:\n  - 64"):  # by a person

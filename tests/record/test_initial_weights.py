@@ -16,8 +16,13 @@ from splitveil.common.record.model_files import (
     RELEASED_LABELS,
     TRUE_LABELS,
     EarlierModel,
+    TrainedModel,
+    identity_metadata,
     save_model,
 )
+from splitveil.common.record.run_folder import mark_as_ended
+from splitveil.common.run.contract import Contract
+from splitveil.common.run.messages import ModelIdentity
 from splitveil.common.settings import validate
 from tests.support.equality import assert_same_weights
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
@@ -169,3 +174,24 @@ def test_weights_that_another_run_has_left_since_the_start_are_refused(tmp_path:
     save_model(tmp_path, model, None, TRUE_LABELS)
     with pytest.raises(SettingsError, match="another run has left its weights there since"):
         earlier.put_into(model)
+
+
+@pytest.mark.parametrize(("exchange", "batches"), [("gradients", 0), ("one_shot", 3)])
+def test_a_run_that_was_ended_before_there_was_a_model_predicts_nothing(
+    exchange: str, batches: int, tmp_path: Path
+) -> None:
+    given = {"run_name": "a", "cut_shape": [1], "batch_size": 8, "exchange": exchange}
+    contract = validate(Contract, given, "contract")
+    unfitted = nn.Module()
+    unfitted.register_buffer("limit", torch.full((1,), torch.inf))
+
+    def opened(number: int, model: nn.Module) -> ModelIdentity:
+        save_model(tmp_path, model, None, identity_metadata(ModelIdentity("a", number), contract))
+        return TrainedModel.open(tmp_path, contract).identity
+
+    assert opened(0, nn.Linear(1, 1)).batch_number == 0  # of a finished run, which has no mark
+    mark_as_ended(tmp_path, {"ended_by": "run_budget"})
+    with pytest.raises(SettingsError, match="this run was ended before there was a model"):
+        opened(batches, unfitted)
+    if exchange == "gradients":
+        assert opened(3, nn.Linear(1, 1)).batch_number == 3

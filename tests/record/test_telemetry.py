@@ -14,6 +14,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +42,8 @@ from splitveil.common.record.run_record import (
     TrainingLine,
 )
 from splitveil.common.record.transcript import Transcript
+from splitveil.common.text import system
+from splitveil.common.text.files import only_one_process, sync
 from splitveil.common.text.log_lines import configure_logging
 from tests.support.records import summary_of
 
@@ -343,6 +346,8 @@ def test_results_are_closed_to_others_whatever_the_umask(tmp_path: Path) -> None
         run_folder.write_text_atomically(folder / "report.html", "who is positive")
         run_folder.write_json_atomically(folder / "summary.json", {})
         save_tensors(folder, "model.safetensors", {"w": torch.zeros(1)})
+        with only_one_process(tmp_path / ".counting.lock"):
+            pass
         with MetricsLog(folder) as metrics, Transcript(folder, "active"):
             metrics.load_state_dict(metrics.state_dict())
     finally:
@@ -352,7 +357,7 @@ def test_results_are_closed_to_others_whatever_the_umask(tmp_path: Path) -> None
         *("events", "metrics", "model", "report", "summary", "transcript")
     }
     assert mode_of(folder) == 0o700
-    assert {mode_of(path) for path in files} == {0o600}
+    assert {mode_of(path) for path in (*files, tmp_path / ".counting.lock")} == {0o600}
 
 
 @pytest.mark.parametrize("resumes", [True, False])
@@ -406,3 +411,37 @@ def test_a_write_that_fails_half_way_leaves_the_old_file(tmp_path: Path) -> None
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
     with pytest.raises(StorageError, match="No such file"):
         run_folder.write_text_atomically(tmp_path / "missing" / "file", "text")
+
+
+def test_a_lock_of_windows_is_waited_for_as_long_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tries: list[str] = []
+
+    def locking(_: int, mode: str, __: int) -> None:
+        tries.append(mode)
+        if len(tries) < 3:
+            raise OSError(errno.EDEADLK, "tried for ten seconds")
+
+    windows = SimpleNamespace(LK_LOCK="waits", LK_NBLCK="tries", locking=locking)
+    monkeypatch.setattr(system, "_fcntl", None)
+    monkeypatch.setattr(system, "_msvcrt", windows)
+    with pytest.raises(BlockingIOError):
+        system.lock(0, waits=False)
+    system.lock(0)
+    assert tries == ["tries", "waits", "waits"]
+
+
+def test_files_are_synced_where_only_what_is_open_to_be_written_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on Windows."""
+    path = tmp_path / "column"
+    path.write_bytes(b"1")
+
+    def fsync(descriptor: int) -> None:
+        os.write(descriptor, b"")  # EBADF where it is open to be read only
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    sync(path)
+    assert path.read_bytes() == b"1"

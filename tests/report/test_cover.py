@@ -106,6 +106,7 @@ def test_the_facts_are_those_of_both_summaries(tmp_path: Path) -> None:
     assert ours["sentence"].startswith("This run tells the other company nothing of the labels")
     assert [one["identity"] for one in ours["parties"]] == ["bank.example", "shop.example"]
     figures = ours["figures"]
+    assert "of 100 pairs in the right order (guessing: 50), on test" in figures["model"]["said"]
     assert (figures["labels"]["high"], figures["labels"]["most"]) == (0, None)
     assert figures["model"]["high"] == pytest.approx(2 * 0.8 - 1)
     assert figures["model"]["most"] == pytest.approx(2 * 0.7 - 1)

@@ -21,15 +21,19 @@ from splitveil.active_party.defenses.noisy_label import (
 )
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler, Vocabulary
 from splitveil.common.models.components import ComponentsBottom
+from splitveil.common.models.ridge import statistics_of_labels, statistics_of_sums
 from splitveil.common.models.settings import ScoreModel
 from splitveil.passive_party.commands import run
 from splitveil.passive_party.components_trainer import ComponentsTrainer
 from splitveil.passive_party.feature_exposure import Sample
 from splitveil.passive_party.information_value import (
+    SMALL_LOSS,
     Binned,
     ColumnValue,
     column_value,
     information_values,
+    losses,
+    losses_of,
     shares_of_labels,
 )
 from splitveil.passive_party.report_page import read_exposure
@@ -260,7 +264,7 @@ def test_labels_that_a_peer_makes_up_raise_nothing(labels: npt.NDArray[np.float6
 
 
 def test_what_columns_give_away_is_written_whatever_was_released(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*_: object) -> None:
         raise OverflowError
@@ -269,3 +273,81 @@ def test_what_columns_give_away_is_written_whatever_was_released(
     trainer, encoder, *_ = summed(400)
     run.try_to_measure(tmp_path, trainer, encoder, 400, Sample.draw(np.arange(400)))
     assert read_exposure(tmp_path) is not None
+    assert caplog.messages == ["information values of the columns could not be measured"]
+
+
+# ---- without a column ----
+
+
+def explained(codes: npt.NDArray[Any], chances: npt.NDArray[Any]) -> float:
+    """Return the variance that a linear model of the codes explains."""
+    design = np.column_stack([np.ones(len(codes)), codes])
+    return float((design @ np.linalg.lstsq(design, chances, rcond=None)[0]).var())
+
+
+@pytest.mark.parametrize(("release", "ratio"), [("labels", 1.0), ("labels", 2.8), ("sums", 2.8)])
+def test_intervals_of_what_is_lost_cover_a_strong_a_twin_and_an_unrelated_column(
+    release: str, ratio: float
+) -> None:
+    """At .95, at least .90 of 200 releases cover it, three standard errors below.
+
+    A twin says what its copy says: without either, nothing is lost, without both a lot.
+    """
+    generator = np.random.default_rng(8)
+    x = generator.normal(size=(ROWS, 3))
+    places = np.column_stack([x, x[:, 1]])[:, :, None] - np.linspace(-1.5, 1.5, 5)
+    codes, each = (places > 0).reshape(ROWS, -1) * 1.0, ("strong", "twin", "unrelated", "copy")
+    names = np.repeat(np.array(each, dtype=object), 5)
+    strength = codes[:, :5].sum(1) - 2.5 + 0.7 * (codes[:, 5:10].sum(1) - 2.5)
+    chances = 1 / (1 + np.exp(1 - 0.7 * strength))
+    total = explained(codes, chances)
+    known = {name: 1 - explained(codes[:, names != name], chances) / total for name in each}
+    assert known["strong"] > 0.5
+    assert max(abs(known[one]) for one in ("twin", "copy", "unrelated")) < 0.001
+    every = np.column_stack([np.ones(ROWS), codes, codes])  # bits are the codes
+    products, counted = every.T @ every, every[:, [*range(1, 21), 0]]
+    deviation, covered = ratio * 21**0.5, Counter[str]()
+    for _ in range(RELEASES):
+        labels = (generator.random(ROWS) < chances) * 1.0
+        if release == "sums":
+            sums = counted.T @ labels + deviation * generator.normal(size=21)
+            statistics = statistics_of_sums(products, 20, sums[:, None], deviation)
+        else:
+            noisy = labels + ratio * generator.normal(size=ROWS)
+            own, square = every[:, :21].T @ noisy, noisy @ noisy
+            joined = np.block([[products[:21, :21], own[:, None]], [own, square]])
+            statistics = statistics_of_labels(joined, 20)
+        found, spare = losses_of(statistics, names)
+        for one in found:
+            assert 0 <= one.low <= one.high <= 1
+            covered[one.names[0]] += one.low - 0.001 <= known[one.names[0]] <= one.high + 0.001
+        covered["found"] += len(found) == 4
+        if spare is not None:
+            assert spare.high <= SMALL_LOSS
+            assert not {"twin", "copy"} <= {*spare.names}
+            covered["spare"] += "unrelated" in spare.names
+    assert covered["found"] >= 0.95 * RELEASES
+    assert min(covered[name] for name in each) >= 0.9 * covered["found"]
+    assert covered["spare"] > 0.9 * RELEASES or release == "labels"
+    assert covered["spare"] == 0 or ratio == 1 or release == "sums"
+
+
+def test_what_is_lost_follows_from_either_release_of_a_run() -> None:
+    """Of columns a, b that goes with a and adds nothing, an unrelated one, and a job."""
+    trainer, encoder, features, chances = summed(20_000)
+    bits = np.column_stack([trainer.score.bits(features), np.ones(len(chances))]) * 1.0
+    generator = np.random.default_rng(9)
+    labels = (generator.random(len(chances)) < chances) * 1.0
+    release_sums(trainer, bits, labels, 10)
+    for _ in range(2):
+        found, spare = losses(trainer, encoder)
+        assert [one.names for one in found][:2] == [("a",), ("job",)]
+        assert found[0].low > 0.15 > found[1].low > 0.01 > found[2].low
+        assert spare is not None
+        assert {"b"} <= {*spare.names} <= {"b", "none"}
+        noisy = (labels + 0.5 * generator.normal(size=len(labels)))[:, None]
+        trainer.released = np.arange(len(labels)), noisy, 0.0
+    trainer.released = np.arange(len(labels)), generator.random((len(labels), 1)), 0.0
+    assert losses(trainer, encoder) == ((), None)  # labels that no column explains
+    trainer.released = np.arange(len(labels)), generator.random((len(labels), 3)), 0.0
+    assert losses(trainer, encoder) == ((), None)

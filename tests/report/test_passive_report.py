@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR
 
+from splitveil.active_party.report.page import try_to_report
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler, Vocabulary
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.data_parallel import Learner
@@ -29,7 +30,6 @@ from splitveil.common.record.run_record import (
 from splitveil.common.record.transcript import Crossing, Transcript
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.commands.program import main
-from splitveil.passive_party.commands.run import try_to_report
 from splitveil.passive_party.feature_exposure import (
     ColumnExposure,
     FeatureExposure,
@@ -38,7 +38,7 @@ from splitveil.passive_party.feature_exposure import (
     exposure_to_json,
     measure_exposure,
 )
-from splitveil.passive_party.information_value import Bin, ColumnValue
+from splitveil.passive_party.information_value import Bin, ColumnLoss, ColumnValue
 from splitveil.passive_party.report_page import write_exposure, write_passive_report
 from tests.support.commands import exit_code_of
 from tests.support.records import append_lines
@@ -248,17 +248,28 @@ def test_what_columns_say_about_the_outcome_is_a_table_with_its_bins_in_the_deta
         Bin("missing, from 18", 1500, 0.1, 0.02, -1.25, 0.2),
         Bin("b", 500, 0.4, 0.03, 0.5, 0.1),
     )
-    values = tuple(ColumnValue(f"<{n}>", 0.5 - n / 100, 0.25, 0.75, bins) for n in range(12))
+    values = (ColumnValue("<x>", 0.5, 0.25, 0.75, bins), ColumnValue("sent", 0.1, 0.0, 0.4, bins))
     found = exposed()
     assert found is not None
-    assert "about the outcome" not in write_passive_report(run).read_text(encoding="utf-8")
+    assert "stay at home" not in write_passive_report(run).read_text(encoding="utf-8")
     write_exposure(run / "passive", replace(found, values=values))
     assert (run / "passive" / "exposure.json").stat().st_mode & 0o077 == 0
+    first, _ = write_passive_report(run).read_text(encoding="utf-8").split("<details>")
+    assert "what we got is too noisy to show" in first
+    assert '<td class="number">cannot be told (0.00 to 0.40)</td>' in first
+    each = {"sent": (0.55, 0.412, 0.618), "kept": (0.001, 0, 0.021), "hidden": (0.001, 0, 0.03)}
+    losses = tuple(ColumnLoss((name,), *one) for name, one in each.items())
+    spare = ColumnLoss(("kept", "<b>"), 0.004, 0, 0.0401)
+    write_exposure(run / "passive", replace(found, values=values, losses=losses, spare=spare))
     first, details = write_passive_report(run).read_text(encoding="utf-8").split("<details>")
     assert "nothing further was sent, and the bound for labels is the same" in first
-    assert first.count("0.25 to 0.75</td>") == 10
-    assert first.index("&lt;0&gt;") < first.index('0.50</td><td class="number">0.25 to 0.75')
-    assert details.count("missing, from 18</td>") == 12
+    assert "</span></span>55 (41 to 62)</td>" in first
+    assert "0.00 to 0.40" not in first
+    spared = "<b>kept, &lt;b&gt;</b>: leave them out of data.features in passive.yaml. "
+    assert f"{spared}Without all of them, 0 (0 to 5) of 100 are lost. By itself, so could" in first
+    assert "could hidden, but not as well as these" in first
+    assert "&lt;x&gt;<br>0.50 (0.25 to 0.75)</th>" in details
+    assert details.count("missing, from 18</td>") == 2
     figures = ("1,500", "10.0 %", "2.0 %", "-1.25", "0.20")
     assert "".join(f'<td class="number">{one}</td>' for one in figures) in details
     assert ("No sum is over a column's bin" in details) == (release == "noisy_sums")

@@ -428,6 +428,8 @@ def test_each_of_several_passive_parties_has_layers_of_its_own(tmp_path: Path) -
     assert all(f">{layer}<" in page for layer in ("ads: cut", "ads: first", "bank: cut"))
     assert "Columns (ads): 25 of 100; limit 50</text>" in page
     assert "Columns (bank)" not in page
+    assert "revealed to the other companies, beyond what their own data reveal?" in page
+    assert "the other company" not in page
 
 
 def test_the_same_files_give_the_same_page_from_either_folder(tmp_path: Path) -> None:
@@ -579,6 +581,7 @@ def test_what_was_noticed_and_told_stands_in_tables(tmp_path: Path) -> None:
     words = words_of(page)
     assert "they answered about 1,234 of the training rows, at most AUC 0.618" in words
     assert '<td class="number">0.720 to 0.780</td><td class="number">12,345</td>' in page
+    assert "<td>accumulated_<wbr>spectral</td>" in page  # wraps where the page is narrow
     without = page_of(write_run(tmp_path / "without"))
     assert "Earlier runs" not in without
 

@@ -181,6 +181,7 @@ def test_what_leaves_no_bound_has_to_go_first(tmp_path: Path) -> None:
     decision = decision_of(write_run(tmp_path / "run", bound=1.0, settings=loose), 0.6)
     settings = [step.setting for step in decision.steps]
     assert settings[0] == "initial_weights: null"
+    assert "true labels" not in decision.steps[0].why  # noisy ones are as likely
 
 
 BUDGET = {"run_budget": {"leak_auc": 0.62}}
@@ -268,6 +269,13 @@ def test_a_gain_within_the_interval_of_chance_is_not_shown(tmp_path: Path) -> No
         found = decision_of(write_run(tmp_path / name, settings=BUDGET, model=model))
         assert found.badge == badge
         assert (found.outcome == "pass") is (less == 0.1)
+    model = ModelFigures(PredictionFigures(auc=joint), alone=PredictionFigures(auc=joint - 0.01))
+    for release, score in ((None, "a score, "), ("noisy_labels", "")):
+        contract = {"exchange": "one_shot", "release": release}
+        run = write_run(tmp_path / f"{release}", settings={"contract": contract}, model=model)
+        step = decision_of(run, 0.6).steps[-1]
+        assert step.setting == f"(more aligned rows, {score}or no joint run)"
+        assert ("bottom_model: {kind: score}" in step.why) is (release is None)
 
 
 def test_without_a_target_no_run_passes(tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def _train(settings: PartiesSettings, certificates: Path) -> Trained:
     Simulation(active, parties).meet()
     folder = settings.active.run_folder(ACTIVE)
     folder.mkdir(parents=True, exist_ok=True)
-    refitted = save_results(settings.active, folder, session, builder)
+    refitted, _ = save_results(settings.active, folder, session, builder)
     alone = save_alone(settings.active, folder, session, builder)
     for party in parties.values():
         trainer = party.run.trainer

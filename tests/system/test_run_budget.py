@@ -163,6 +163,7 @@ def test_a_supervisor_starts_a_run_that_its_budget_ended_once_more_and_a_raised_
         assert "this run was ended for good by its run_budget" in both.active.said
         assert "the active party has ended this run for good" in both.passive.said
         assert all("--fresh starts over" in party.said for party in both)
+        assert not any("next: splitveil" in party.said for party in both)
         for word in ("budget", "ledger", "sum_kl"):
             assert word not in both.passive.output
         answered = train_lines(both.active.folder)

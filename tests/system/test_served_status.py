@@ -158,7 +158,7 @@ def seen_of_swapped(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 def test_metrics_are_the_same_if_all_labels_are_swapped(
     seen: Seen, seen_of_swapped: Seen, party: str
 ) -> None:
-    """At the label owner, too: its metrics count predictions and never show one."""
+    """At the label owner, too: below a thousand predictions, nothing is said of their values."""
     here, there = getattr(seen, party), getattr(seen_of_swapped, party)
     assert not np.array_equal(seen.probabilities, seen_of_swapped.probabilities, equal_nan=True)
     assert without_time(series_of(here)) == without_time(series_of(there))

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import ConstantLR
 
-from splitveil.active_party.report.page import try_to_report
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler, Vocabulary
 from splitveil.common.errors import SettingsError
 from splitveil.common.models.data_parallel import Learner
@@ -30,6 +29,7 @@ from splitveil.common.record.run_record import (
 from splitveil.common.record.transcript import Crossing, Transcript
 from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.commands.program import main
+from splitveil.passive_party.commands.run import try_to_report
 from splitveil.passive_party.feature_exposure import (
     ColumnExposure,
     FeatureExposure,

@@ -86,8 +86,8 @@ class BottomBuilder:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
         sample = rows.file_rows[rows.splits["train"]][:FIT_ROWS]  # the common order is random
-        for block in self._data.blocks(encoder, sample):
-            self._bins = reference_bins(encoder.by_column(block))
+        block = self._data.features(encoder, sample).rows(slice(None))
+        self._bins = reference_bins(encoder.by_column(block))
         digest = self._data.digest(encoder, features) + self._pretrained.digest
         weights: list[Any] = [self._pretrained]
         before_labels: tuple[Numbers, Sequence[str]] | None = None

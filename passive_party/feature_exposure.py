@@ -35,7 +35,7 @@ RARE_ROWS = 5  # levels in fewer of the rows are taken together
 MOST_LEVELS = 1000  # the most frequent; the others are taken together
 
 _NEIGHBOURS = 15
-_AT_ONCE = 1024  # rows that are embedded, or whose neighbours are looked for
+_AT_ONCE = 256  # rows that are embedded, or whose neighbours are looked for
 _QUARTERS = np.arange(4)
 _RIDGE = 1e-6
 _SEED = 0

@@ -40,7 +40,7 @@ MOST_DENSE = 4096
 
 _MOST_BITS = 127  # of a row, without the bit that is always 1
 _CLIP = 5.0
-FIT_ROWS = 2**14  # rows whose codes are held at once
+FIT_ROWS = 2**12  # rows whose codes are held at once
 _ROUNDED = 1e-3  # a score's variance, which is 1, is less if there was nearly none to scale
 _TINY = 1e-9  # share of the largest variance below which a component is rounding
 

@@ -129,8 +129,8 @@ class PartyData:
     def blocks(self, encoder: FeatureEncoder, file_rows: Positions) -> Iterator[Features]:
         """Yield the features of some rows, part by part."""
         encode = RowEncoder(encoder, self.table)
-        for start in range(0, len(file_rows), FIT_ROWS):
-            yield encode(file_rows[start : start + FIT_ROWS])
+        for start in range(0, len(file_rows), _ROWS_AT_ONCE):
+            yield encode(file_rows[start : start + _ROWS_AT_ONCE])
 
     def encode(
         self,

@@ -171,8 +171,8 @@ class RefitSettings(Section):
 
     boosting: bool = False
     """Try the mean of its outputs and those of scikit-learn's gradient boosting, on the activation
-    and the own numbers and categories, at most 1,024 columns together. It is used if it predicts
-    the held-out rows better."""
+    and the own numbers and categories, at most 1,024 columns together and 262,144 rows. It is used
+    if it predicts the held-out rows better."""
 
 
 class InferenceSettings(Section):

@@ -19,7 +19,7 @@ from splitveil.common.record.model_files import PretrainedWeights, identity_meta
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity
 from splitveil.passive_party.components_trainer import ComponentsTrainer
-from splitveil.passive_party.exposure_plan import check_exposure
+from splitveil.passive_party.exposure_plan import MOST_FITTED, check_exposure
 from splitveil.passive_party.settings import PassiveSettings
 
 if TYPE_CHECKING:
@@ -93,11 +93,16 @@ class BottomBuilder:
         before_labels: tuple[Numbers, Sequence[str]] | None = None
         if isinstance(chosen, PcaModel) and own_rows is not None:
             model = ComponentsBottom(chosen, encoder.shapes, contract.cut_shape)
-            blocks = partial(self._data.blocks, encoder, own_rows)
             if isinstance(chosen, ScoreModel):
+                blocks = partial(self._data.blocks, encoder, own_rows)
                 before_labels = model.before_labels(blocks), encoder.names
             else:
-                model.fit(blocks, is_final=contract.is_one_shot)
+                some = np.sort(np.random.default_rng(0).permutation(own_rows)[:MOST_FITTED])
+                is_final = contract.is_one_shot
+                try:
+                    model.fit(partial(self._data.blocks, encoder, some), is_final=is_final)
+                except SettingsError:  # a part may lack directions that the whole has
+                    model.fit(partial(self._data.blocks, encoder, own_rows), is_final=is_final)
             weights.append(model)
         if self._earlier is not None:
             weights.append(self._earlier)

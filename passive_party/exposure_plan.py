@@ -43,7 +43,7 @@ from splitveil.passive_party.settings import PassiveSettings
 
 WIDTHS = (1, 2, 4, 8, 16, 32, 64)
 _USUAL_GOAL = 0.5  # the disclosure that a remedy aims at without max_exposure
-_MOST_FITTED = 50_000  # rows that the model is fitted to
+MOST_FITTED = 50_000  # rows that the model is fitted to
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def exposure_plan_of(
             f"{table.source}: {len(rows)} rows are too few to measure what activations reveal; "
             f"expected at least {LEAST_ROWS}"
         )
-    fitted_to = np.sort(np.random.default_rng(0).permutation(rows)[:_MOST_FITTED])
+    fitted_to = np.sort(np.random.default_rng(0).permutation(rows)[:MOST_FITTED])
     encoder = data.fit(fitted_to, earlier, bins_of(chosen))
     if encoder is None:
         raise SettingsError("data.features: the passive party needs features")
@@ -231,7 +231,7 @@ def check_exposure(settings: PassiveSettings, data: PartyData) -> None:
 
 def _check_directions(settings: PassiveSettings, chosen: PcaModel, data: PartyData) -> None:
     every = _rows(data)
-    for rows in (every[:_MOST_FITTED], every):  # a part has no more than the whole
+    for rows in (every[:MOST_FITTED], every):  # a part has no more than the whole
         encoder = data.fit(rows, None, bins_of(chosen))
         if encoder is None:
             return

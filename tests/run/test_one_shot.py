@@ -33,6 +33,7 @@ from splitveil.common.run.messages import Activation, Answer, Course, DefendedGr
 from splitveil.library.in_process import InProcessPeer, clear_engine
 from splitveil.library.predicting import predict
 from splitveil.library.simulating import simulate
+from splitveil.passive_party import assembly
 from tests.support import simulation
 from tests.support.endpoints import value_of
 from tests.support.peers import DiesAt, Lost
@@ -504,3 +505,17 @@ def test_a_constant_column_and_a_category_of_no_training_row_leave_predictions()
     other = np.asarray(predict(run, tables={"passive": unseen})["probability"])
     assert np.isfinite(other).all()
     assert not np.array_equal(usual, other)
+
+
+@pytest.mark.parametrize(("most", "is_of_all"), [(1, True), (50, False)])
+def test_components_are_of_drawn_rows_or_of_all_if_these_have_too_few_directions(
+    example: Path, monkeypatch: pytest.MonkeyPatch, most: int, is_of_all: bool
+) -> None:
+    found = []
+    for rows in (50_000, most):
+        monkeypatch.setattr(assembly, "MOST_FITTED", rows)
+        parties = one_shot(example, noisy=False)
+        run_in_process(parties)
+        assert parties.run.trainer is not None
+        found.append(parties.run.trainer.model.state_dict()["weight"])
+    assert np.array_equal(*found) is is_of_all

@@ -8,25 +8,31 @@ first layer's weights and embedding tables are not among it, however large they 
 dropout and all other values of the forward pass belong to the activation anyway.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.optim.lr_scheduler import LambdaLR
 
-from splitveil.common.data.features import Features
-from splitveil.common.errors import InvalidMessage, SettingsError
+from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes
+from splitveil.common.errors import SettingsError
 from splitveil.common.models import optimizers
 from splitveil.common.models.blocks import predict_in_blocks
-from splitveil.common.models.components import FIT_ROWS, ComponentsBottom
-from splitveil.common.models.data_parallel import DataParallelModel, Learner, go_on
+from splitveil.common.models.components import ComponentsBottom
+from splitveil.common.models.data_parallel import (
+    Beginning,
+    DataParallelModel,
+    Learner,
+    Take,
+    begin,
+    go_on,
+)
 from splitveil.common.models.dense import (
     ConvBottom,
     ConvTop,
@@ -35,13 +41,19 @@ from splitveil.common.models.dense import (
     WideDeepBottom,
     WideDeepTop,
 )
-from splitveil.common.models.device import check_same_gpu, gpu_of, to_device
-from splitveil.common.oblivious_transfer import Receiver
-from splitveil.common.run.course import Batch
+from splitveil.common.models.device import check_same_gpu, gpu_of, speed_up, to_device, to_host
+from splitveil.common.models.factory import Trial, build_bottom_model, one_at_a_time
+from splitveil.common.models.optimizers import build_optimizer
+from splitveil.common.models.ranks import Ranks
+from splitveil.common.models.ridge import Numbers
+from splitveil.common.record.model_files import EarlierModel, PretrainedWeights
+from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.progress import State
 from splitveil.common.run.sample_order import Positions
 from splitveil.common.text.wording import suggest
+from splitveil.passive_party.components_trainer import ComponentsTrainer
 from splitveil.passive_party.feature_values import feature_values
+from splitveil.passive_party.settings import PassiveSettings
 
 
 @contextmanager
@@ -139,7 +151,7 @@ class LayerTap:
         self._gradient = gradient
 
 
-class BottomTrainer:
+class BottomTrainer(ComponentsTrainer):
     """Bottom model, optimiser and features; the model's activations are (batch, *cut_shape)."""
 
     def __init__(
@@ -149,38 +161,24 @@ class BottomTrainer:
         *,
         data_digest: str = "",
         parallel: DataParallelModel | None = None,
-        before_labels: tuple[Tensor, Sequence[str]] | None = None,
-        scores: int = 1,
     ) -> None:
-        """Take what a learner has, and of scores the moments, their columns' names and number."""
-        self.model, self._optimizer, self._schedule, self._device = learner[:4]
-        self.data_digest = data_digest
+        model, self._optimizer, self._schedule, self._device = learner[:4]
+        super().__init__(model, features.to(self._device), data_digest=data_digest)
         self._taps = (parallel or learner).taps
         self._parallel = parallel
-        self._features = features.to(self._device)
-        self._before_labels, self._scores = before_labels, scores
-        self._receiver: Receiver | None = None
-        self._sums: NDArray[np.int64] | None = None
-        self.released: tuple[Tensor, Tensor, float] | None = None
-        """Rows' positions; their noisy labels, (rows, values), and 0, or noisy sums as for
-        ``fit_sums``, and the deviation of their noise."""
-        self._noisy: list[tuple[Positions, NDArray[np.float32]]] = []
         self._waiting: deque[Tensor] = deque()
         """Activations whose gradients are to come, with their graphs, in the order of the course.
         """
 
     @property
     def is_between_steps(self) -> bool:
-        """True if no gradient and no further labels are awaited, so that the state is whole."""
-        return not self._waiting and not self._noisy and self._receiver is None
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._features)
+        return not self._waiting and super().is_between_steps
 
     def rows(self, positions: Positions) -> Features:
-        """Gather the features of some rows; best called while waiting for the peer."""
         return self._features.rows(torch.from_numpy(positions.copy()).to(self._device))
+
+    def arrays(self, positions: Positions) -> Features:
+        return self.rows(positions).arrays()
 
     def feature_values(self, positions: Positions) -> Tensor | None:
         """Return some rows' features as plain numbers, (rows, values), unless they are too many."""
@@ -223,96 +221,30 @@ class BottomTrainer:
         taken = {name: take() for name, take in self._taps.items()}
         return {name: gradient for name, gradient in taken.items() if gradient is not None}
 
-    def take_labels(self, positions: Positions, noisy: Tensor, *, is_last: bool) -> None:
-        """Take noisy labels of training rows, (rows, values), and fit the model after the last."""
-        self._noisy.append((positions, noisy.float().numpy()))
-        if not is_last:
-            return
-        places, values = map(np.concatenate, zip(*self._noisy, strict=True))
-        self.released = torch.from_numpy(places), torch.from_numpy(values), 0.0
-        if self._before_labels is not None:
-            self.score.fit_score(self.rows(places), values, *self._before_labels)
-        self._noisy.clear()
-
-    @property
-    def score(self) -> ComponentsBottom:
-        if not isinstance(self.model, ComponentsBottom):
-            raise RuntimeError("only a score is fitted to labels")
-        return self.model
-
-    def transfer_question(self, batch: Batch) -> bytes:
-        """Return the next message of an oblivious transfer to this party, or of its end."""
-        if self._receiver is None or batch.split == "sums":
-            return (self.score.num_bits + 1).to_bytes(4, "little")
-        bits = self.score.bits(self.rows(batch.positions))
-        reply = self._receiver.reply if batch.step == 1 else b""
-        extension = self._receiver.extend(np.column_stack([bits, np.ones(len(bits), np.bool_)]))
-        return len(reply).to_bytes(4, "little") + reply + extension
-
-    def take_transferred(self, batch: Batch, answer: bytes) -> None:
-        """Take an answer of an oblivious transfer, and fit the model after the last one."""
-        if batch.split == "sums":
-            if self._sums is None or self._before_labels is None:
-                raise RuntimeError("noisy sums without a transfer before them")
-            if len(answer) != 16 + 4 * self._sums.size:
-                raise InvalidMessage(f"noisy sums in {len(answer)} bytes")
-            deviation, grid = np.frombuffer(answer[:16], "<f8").tolist()
-            # As an honest label owner's: a power of two that leaves the noise room in 32 bits.
-            is_grid = 1 <= grid <= 2**20 and math.frexp(grid)[0] == 0.5
-            least = 0.01 * math.sqrt(len(self._sums))
-            if not (is_grid and least <= deviation <= 2**31 / grid):
-                raise InvalidMessage(
-                    f"noisy sums of deviation {deviation:g} in steps of 1/{grid:g}"
-                )
-            theirs = np.frombuffer(answer[16:], "<u4").reshape(self._sums.shape)
-            sums = (self._sums - theirs).astype(np.uint32).astype(np.int32) / grid
-            self.released = torch.tensor(batch.positions), torch.from_numpy(sums), deviation
-            places = np.array_split(batch.positions, -(-len(batch.positions) // FIT_ROWS))
-            self.score.fit_sums(
-                lambda: map(self.rows, places), sums, deviation, *self._before_labels
-            )
-            self._sums = None
-        elif self._receiver is None:
-            self._receiver = Receiver(self.score.num_bits + 1, answer, self._scores)
-        else:
-            self._receiver.take(answer)
-            if batch.closes_split:
-                self._sums, self._receiver = self._receiver.sums.astype(np.int64), None
-
     def state_dict(self) -> State:
-        """Return everything that a step changes, or raise RuntimeError."""
-        if not self.is_between_steps:
-            raise RuntimeError("no state in the middle of a step")
-        return {
-            "model": self.model.state_dict(),
+        return super().state_dict() | {
             "optimizer": self._optimizer.state_dict(),
             "schedule": self._schedule.state_dict(),
             "random": optimizers.random_state(self._device),
             "gpu": gpu_of(self._device),
             "ranks": [] if self._parallel is None else self._parallel.random_states(),
-            "sums": self._sums if self._sums is None else torch.from_numpy(self._sums),
-            "released": self.released,
-            # Found again elsewhere, a row's bits may be others.
-            "of_bits": self.score.of_bits if self._before_labels is not None else None,
         }
 
     def load_state_dict(self, state: State) -> None:
         check_same_gpu(self._device, state)
         self._waiting.clear()
-        self.model.load_state_dict(state["model"])
+        super().load_state_dict(state)
         self._optimizer.load_state_dict(state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         optimizers.set_random_state(self._device, state["random"])
         go_on(self._parallel, state["ranks"])
-        self._noisy.clear()
-        self._receiver = None
-        self._sums = None if state["sums"] is None else state["sums"].numpy()
-        self.released = state["released"]
-        if state["of_bits"] is not None:
-            self.score.of_bits = state["of_bits"].to(self._device)
 
     def embed(self, features: Features) -> Tensor:
-        return predict_in_blocks(self.model, features)
+        return to_host(predict_in_blocks(self.model, features))
+
+    def activations(self, positions: Positions) -> Numbers:
+        found: Numbers = self.embed(self.rows(positions)).flatten(1).double().numpy()
+        return found
 
 
 class _WithGradient(torch.autograd.Function):
@@ -336,3 +268,71 @@ class _WithGradient(torch.autograd.Function):
     def backward(context: Any, _of_scalar: Tensor) -> tuple[Tensor, None]:
         (received,) = context.saved_tensors
         return received, None
+
+
+@one_at_a_time
+def fresh_model(
+    settings: PassiveSettings,
+    encoder: FeatureEncoder | FeatureShapes,
+    cut_shape: Sequence[int] | None = None,
+    trial: Trial | None = None,
+) -> nn.Module:
+    """Build the bottom model, by default with the contract's cut."""
+    shape, seed = cut_shape or settings.contract.cut_shape, settings.model_seed
+    return build_bottom_model(settings.bottom_model, encoder, shape, seed=seed, trial=trial)
+
+
+def learner_of_rank(
+    settings: PassiveSettings, device: torch.device, beginning: Beginning
+) -> Learner:
+    """Return the learner of a rank above 0."""
+    model = fresh_model(settings, beginning.shapes or FeatureShapes())
+    return learner_of(settings, model.to(device), device, beginning.total_steps)
+
+
+def learner_of(
+    settings: PassiveSettings, model: nn.Module, device: torch.device, total_steps: int
+) -> Learner:
+    contract = settings.contract
+    speed_up(model, settings.autocast, compiled=settings.compile)
+    taps = tapped(settings, model)
+    optimizer = build_optimizer(settings.optimizer, model)
+    schedule = LambdaLR(optimizer, lambda step: contract.schedule.factor(step, total_steps))
+    depth = contract.pipeline_depth
+    keeping = partial(stashing_weights, model) if depth > 1 else nullcontext
+    return Learner(model, optimizer, schedule, device, taps, depth, keeping)
+
+
+def tapped(settings: PassiveSettings, model: nn.Module) -> dict[str, Take]:
+    """Tap the layers before the cut that the adversary looks at; the cut itself needs none."""
+    if settings.adversary is None or not settings.adversary.labels:
+        return {}
+    layers = [name for name in settings.adversary.layers if name != "cut"]
+    return {name: LayerTap(named_layer(model, name)).take for name in layers}
+
+
+@one_at_a_time
+def build_trainer(
+    settings: PassiveSettings,
+    encoder: FeatureEncoder,
+    features: Features,
+    rows: AlignedRows,
+    weights: Sequence[PretrainedWeights | ComponentsBottom | EarlierModel],
+    device: Any,
+    ranks: Ranks | None,
+    data_digest: str,
+) -> BottomTrainer:
+    """Build the model, put all of these weights into it in turn, and begin its training."""
+    trial = Trial((*rows.order.batch_sizes, *(() if ranks is None else (0,))), device)
+    model, total_steps = (
+        fresh_model(settings, encoder, trial=trial),
+        rows.total_steps(settings.contract),
+    )
+    for one in weights:
+        one.put_into(model)
+    learner = learner_of(settings, model.to(device), device, total_steps)
+    parallel, features = None, features.to(device)
+    if ranks is not None:
+        beginning = Beginning(encoder.shapes, None, total_steps)
+        parallel = begin(ranks, learner, beginning, features, rows.splits["train"])
+    return BottomTrainer(learner, features, data_digest=data_digest, parallel=parallel)

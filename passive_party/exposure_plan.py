@@ -16,15 +16,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from rich.console import Console
-from torch import Tensor
 
 from splitveil.common.data.features import FeatureEncoder, Features, RowEncoder
 from splitveil.common.errors import DataError, SettingsError
-from splitveil.common.models.blocks import predict_in_blocks
 from splitveil.common.models.components import Blocks, ComponentsBottom
-from splitveil.common.models.factory import build_bottom_model
 from splitveil.common.models.settings import CustomModel, PcaModel, ScoreModel, bins_of
 from splitveil.common.party.arguments import print_json
 from splitveil.common.party.party_data import PartyData, open_earlier_model
@@ -32,7 +29,7 @@ from splitveil.common.record.model_files import PretrainedWeights
 from splitveil.common.record.progress import ProgressBar
 from splitveil.common.run.sample_order import SPLITS, Positions
 from splitveil.common.text.visible_text import PlainTable, visible
-from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.components_trainer import ComponentsTrainer
 from splitveil.passive_party.feature_exposure import (
     LEAST_ROWS,
     ColumnExposure,
@@ -123,16 +120,19 @@ def exposure_plan_of(
     else:
         if earlier is not None or isinstance(chosen, CustomModel) or len(cut_shape) > 1:
             widths = {own_width}  # only this one is known
+        from splitveil.common.models.blocks import predict_in_blocks  # noqa: PLC0415 - torch
+        from splitveil.passive_party.bottom_trainer import fresh_model  # noqa: PLC0415
+
         pretrained, sent = PretrainedWeights.open(chosen, settings.base_dir), {}
         for width in sorted(widths):
             shape = cut_shape if width == own_width else (width,)
-            model = build_bottom_model(chosen, encoder, shape, seed=settings.model_seed)
+            model = fresh_model(settings, encoder, shape)
             pretrained.put_into(model)
             if earlier is not None:
                 earlier.put_into(model)
-            sent[width] = predict_in_blocks(model, features).flatten(1)
+            sent[width] = predict_in_blocks(model, features.to("cpu")).flatten(1).numpy()
     found = {
-        width: exposure_of([values.double().numpy()], features, encoder, known, len(data.ids))
+        width: exposure_of([values.astype(np.float64)], features, encoder, known, len(data.ids))
         for width, values in sent.items()
     }
     measured = {width: one for width, one in found.items() if one is not None}
@@ -157,7 +157,7 @@ def _components(
     blocks: Blocks,
     own_width: int,
     widths: Iterable[int],
-) -> dict[int, Tensor]:
+) -> dict[int, NDArray[np.float32]]:
     """Return the activations of each width; the first components are the same for all."""
     for most in sorted({*widths}, reverse=True):
         model = ComponentsBottom(settings, encoder.shapes, (most,))
@@ -167,7 +167,7 @@ def _components(
             if most <= own_width:
                 raise
             continue
-        values = predict_in_blocks(model, features)
+        values = model(features)
         return {width: values[:, :width] for width in sorted(widths) if width <= most}
     return {}
 
@@ -181,32 +181,33 @@ def _with_scores(
     own_width: int,
     widths: Iterable[int],
     scores: int,
-) -> tuple[tuple[ColumnExposure, ...], str, dict[int, Tensor]]:
+) -> tuple[tuple[ColumnExposure, ...], str, dict[int, NDArray[np.float32]]]:
     """Return columns guessed from a score fitted to them, the best ones, and what widths send.
 
     What is sent are scores of the columns that they guess best, and what follows these scores.
     """
-    of_known = features.rows(torch.arange(known))
+    of_known = features.rows(slice(known))
     one = ComponentsBottom(settings, encoder.shapes, (1,))
 
-    def fit(targets: Tensor) -> Tensor:
+    def fit(targets: NDArray[np.float64]) -> NDArray[np.float64]:
         weight, bias = one.scores_of(of_known, targets)
-        return one.values(features, weight.float()) + bias
+        found: NDArray[np.float64] = one.values(features, weight, one.starts) + bias
+        return found
 
     by_score, best, target = by_targets(features, encoder, known, fit, scores)
     if scores > 1:  # as for classes: the mean over the values says nothing, nor does the last
-        target = torch.cat([target, -target.sum(1, keepdim=True)], dim=1)
+        target = np.column_stack([target, -target.sum(1)])
     sent = {}
     for width in sorted(widths):
         model = ComponentsBottom(settings, encoder.shapes, (width,))
         try:
             moments = model.before_labels(blocks)
-            model.fit_score(of_known, target.numpy(), moments, encoder.names)
+            model.fit_score(of_known, target, moments, encoder.names)
         except SettingsError:
             if width <= own_width:
                 raise
             continue
-        sent[width] = predict_in_blocks(model, features)
+        sent[width] = model(features)
     return by_score, best, sent
 
 
@@ -298,7 +299,7 @@ def narrower_in_words(plan: ExposurePlan) -> str:
 
 def remedy_of(
     settings: PassiveSettings,
-    trainer: BottomTrainer,
+    trainer: ComponentsTrainer,
     encoder: FeatureEncoder,
     sample: Sample,
     own: FeatureExposure,
@@ -308,13 +309,10 @@ def remedy_of(
     is_nested = settings.contract.is_one_shot and isinstance(settings.bottom_model, PcaModel)
     if not is_nested or own.disclosure <= most:
         return ""
-    features = trainer.rows(sample.positions)
-    values = trainer.embed(features).flatten(1).double().cpu().numpy()
+    features, values = trainer.arrays(sample.positions), trainer.activations(sample.positions)
     found = {width: own}
     for fewer in (one for one in WIDTHS if one < width):
-        one = exposure_of(
-            [values[:, :fewer]], features.to(torch.device("cpu")), encoder, sample.known, 0
-        )
+        one = exposure_of([values[:, :fewer]], features, encoder, sample.known, 0)
         if one is not None:
             found[fewer] = one
         if one is None or one.disclosure > most:

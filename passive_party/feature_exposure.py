@@ -14,24 +14,20 @@ the label owner knows besides.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from pydantic import Field, NonNegativeInt, TypeAdapter, ValidationError
-from torch import nn
-from torch.nn.functional import cross_entropy
+from threadpoolctl import threadpool_limits
 
 from splitveil.common.data.features import FeatureEncoder, Features
 from splitveil.common.errors import DataError
-from splitveil.common.models.optimizers import Adam
 from splitveil.common.run.sample_order import Positions
-from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.components_trainer import ComponentsTrainer
 from splitveil.passive_party.information_value import ColumnLoss, ColumnValue
 
 MOST_DIMENSIONS = 512  # wider activations are projected onto as many random directions first
@@ -39,11 +35,12 @@ RARE_ROWS = 5  # levels in fewer of the rows are taken together
 MOST_LEVELS = 1000  # the most frequent; the others are taken together
 
 _NEIGHBOURS = 15
-_AT_ONCE = 1024  # rows that are embedded, or whose neighbours are looked for
+_AT_ONCE = 256  # rows that are embedded, or whose neighbours are looked for
 _QUARTERS = np.arange(4)
 _RIDGE = 1e-6
 _SEED = 0
 _HIDDEN, _EPOCHS, _BATCH, _MOST_GUESSED, _LEARNING_RATE = 128, 40, 100, 32, 3e-3  # of the network
+_DROPPED = np.float32(0.1)
 
 _Numbers = npt.NDArray[np.float64]
 _Rows = npt.NDArray[np.int64]  # a class or the number of a row, for each row
@@ -58,14 +55,12 @@ def columns_of(
         kinds: list[Kind] = ["number" for _ in encoder.numeric]
         kinds += ["gap" for _ in encoder.indicators]
         kinds += ["list" for _ in encoder.lists]
-        numbers = iter(features.numeric.numpy().T)
+        numbers = iter(features.numeric.T)
         for kind, (name, width) in zip(kinds, encoder.numeric_parts, strict=True):
             for values in islice(numbers, width):
                 yield name, kind, values
     if features.categorical is not None:
-        for vocabulary, slots in zip(
-            encoder.categorical, features.categorical.numpy().T, strict=True
-        ):
+        for vocabulary, slots in zip(encoder.categorical, features.categorical.T, strict=True):
             yield vocabulary.name, "category", slots
 
 
@@ -140,46 +135,52 @@ def random_directions(dimensions: int, seed: int) -> _Numbers:
 def _by_network(activations: _Numbers, columns: Sequence[Column], known: int) -> _Rows:
     """Return the classes that a network guesses, (columns, rows): one for all columns at once."""
     most = min(_MOST_GUESSED, max((int(c.classes.max()) + 1 for c in columns), default=1))
-    classes = [np.minimum(column.classes[:known], most - 1) for column in columns]
-    targets = torch.from_numpy(np.stack(classes, axis=1)) if columns else torch.empty(known, 0)
-    inputs = torch.from_numpy(activations).float()
-    with torch.random.fork_rng(devices=[]), _one_thread():
-        torch.manual_seed(_SEED)
-        model = nn.Sequential(
-            nn.Linear(inputs.shape[1], _HIDDEN),
-            nn.ReLU(),
-            nn.Dropout(0.1),
-            nn.Linear(_HIDDEN, _HIDDEN),
-            nn.ReLU(),
-            nn.Linear(_HIDDEN, len(columns) * most),
-        )
-        optimizer = Adam(model.parameters(), _LEARNING_RATE, fused=True)
-        steps = -(-_EPOCHS * known // _BATCH) if columns else 0
+    targets = np.array([np.minimum(column.classes[:known], most - 1) for column in columns]).T
+    given, drawn = activations.astype(np.float32), np.random.default_rng(_SEED)
+    widths = (given.shape[1], _HIDDEN, _HIDDEN, len(columns) * most)
+    layers = [
+        (drawn.uniform(-1, 1, (before + 1, width)) / max(before, 1) ** 0.5).astype(np.float32)
+        for before, width in pairwise(widths)
+    ]  # the last row of each is its bias
+    momenta, squares = ([np.zeros_like(layer) for layer in layers] for _ in range(2))
+    steps = -(-_EPOCHS * known // _BATCH) if columns else 0
+    with threadpool_limits(1):  # more threads gain nothing on small batches, and wait
         for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = _LEARNING_RATE * (1 + math.cos(math.pi * step / steps)) / 2
-            rows = torch.randint(known, (min(known, _BATCH),))
-            logits = model(inputs[rows]).reshape(-1, most)
-            optimizer.zero_grad()
-            loss = cross_entropy(logits, targets[rows].flatten())
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
-        model.eval()
-        with torch.no_grad():
-            logits = model(inputs[known:]).reshape(-1, len(columns), most)
-    guessed: _Rows = logits.argmax(2).T.numpy()
+            rows = drawn.integers(known, size=min(known, _BATCH))
+            kept = (drawn.random((len(rows), _HIDDEN), np.float32) >= _DROPPED) / (1 - _DROPPED)
+            *inputs, output = _forward(given[rows], layers, kept.astype(np.float32))
+            scores = output.reshape(len(rows), len(columns), most)
+            change = np.exp(scores - scores.max(axis=2, keepdims=True))
+            change /= change.sum(axis=2, keepdims=True)
+            change[np.arange(len(rows))[:, None], np.arange(len(columns)), targets[rows]] -= 1
+            change = change.reshape(output.shape) / (len(rows) * len(columns))
+            rate = _LEARNING_RATE * (1 + math.cos(math.pi * step / steps)) / 2
+            for number in (2, 1, 0):  # cross entropy's gradient, from the last layer on
+                slope, layer = inputs[number].T @ change, layers[number]
+                change = change @ layer[:-1].T * (inputs[number][:, :-1] > 0)
+                if number == 1:
+                    change *= kept
+                # Adam (Kingma and Ba, ICLR 2015)
+                momenta[number] += 0.1 * (slope - momenta[number])
+                squares[number] += 0.001 * (slope**2 - squares[number])
+                deviation = np.sqrt(squares[number] / (1 - 0.999 ** (step + 1))) + 1e-8
+                layer -= rate / (1 - 0.9 ** (step + 1)) * momenta[number] / deviation
+        output = _forward(given[known:], layers)[-1]
+    guessed: _Rows = output.reshape(-1, len(columns), most).argmax(2).T
     return guessed
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Limit torch to one thread: more gain nothing on small batches, and wait on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+def _forward(
+    given: npt.NDArray[np.float32], layers: Sequence[npt.NDArray[np.float32]], kept: Any = 1
+) -> list[npt.NDArray[np.float32]]:
+    """Return what each layer is given, with a column of ones, and the output of the last."""
+    found = []
+    for number, layer in enumerate(layers):
+        found.append(np.column_stack([given, np.ones(len(given), np.float32)]))
+        given = found[-1] @ layer
+        if number < len(layers) - 1:
+            given = np.maximum(given, 0) * (kept if number == 0 else 1)
+    return [*found, given]
 
 
 def _nearest_rows(activations: _Numbers, known: int) -> tuple[_Rows, _Numbers]:
@@ -326,7 +327,7 @@ class SentInEpochs(NamedTuple):
 
 
 def measure_exposure(
-    trainer: BottomTrainer,
+    trainer: ComponentsTrainer,
     encoder: FeatureEncoder,
     own_rows: int,
     sample: Sample | None,
@@ -337,9 +338,8 @@ def measure_exposure(
         return None
     positions = sample.positions
     parts = np.array_split(positions, range(_AT_ONCE, len(positions), _AT_ONCE))
-    embedded = [trainer.embed(trainer.rows(part)).flatten(1).double().cpu() for part in parts]
-    activations = torch.cat(embedded).numpy()
-    features = trainer.rows(positions).to(embedded[0].device)
+    activations = np.concatenate([trainer.activations(part) for part in parts])
+    features = trainer.arrays(positions)
     sent, epochs, dimensions = [activations], 0, activations.shape[1]
     if of_epochs is not None:
         epochs, dimensions = of_epochs[:2]
@@ -390,9 +390,9 @@ def by_targets(
     features: Features,
     encoder: FeatureEncoder,
     known: int,
-    fit: Callable[[torch.Tensor], torch.Tensor],
+    fit: Callable[[_Numbers], _Numbers],
     scores: int = 1,
-) -> tuple[tuple[ColumnExposure, ...], str, torch.Tensor]:
+) -> tuple[tuple[ColumnExposure, ...], str, npt.NDArray[np.float32]]:
     """Guess each column from one number that is fitted to it.
 
     ``fit`` returns of the columns of the known rows as numbers, (known, columns), what is sent of
@@ -407,8 +407,8 @@ def by_targets(
         raise DataError("data.features: no column can be judged")
     levels = np.stack([np.minimum(one.classes[:known], _TARGET_LEVELS) for one in columns], axis=1)
     spread = np.maximum(levels.std(axis=0), 1e-9)
-    targets = torch.from_numpy((levels - levels.mean(axis=0)) / spread)
-    values = fit(targets).double().numpy()
+    targets = (levels - levels.mean(axis=0)) / spread
+    values = fit(targets)
     best: dict[str, ColumnExposure] = {}
     places: dict[str, int] = {}
     for place, column in enumerate(columns):
@@ -417,7 +417,7 @@ def by_targets(
         if column.name not in best or _merit(found) > _merit(best[column.name]):
             best[column.name], places[column.name] = found, place
     aimed = sorted(best, key=lambda one: _merit(best[one]), reverse=True)[:scores]
-    numbers = targets[:, [places[one] for one in aimed]].float()
+    numbers = targets[:, [places[one] for one in aimed]].astype(np.float32)
     return tuple(best.values()), " and ".join(aimed), numbers
 
 

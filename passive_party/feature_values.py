@@ -22,7 +22,7 @@ def feature_values(features: Features) -> Tensor | None:
     columns = () if features.categorical is None else features.categorical.T
     levels = [_levels(column) for column in columns]
     found = torch.empty(0, 0, dtype=torch.float16)
-    every = torch.arange(len(features), device=features.tensors()[0].device)
+    every = torch.arange(len(features), device=features.parts()[0].device)
     for at in torch.split(every, _ROWS_AT_ONCE):
         places = at.cpu()
         values = _values(features.rows(at), [(ranks[places], count) for ranks, count in levels])

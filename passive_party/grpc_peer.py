@@ -235,7 +235,8 @@ class GrpcPeer(Closing):
     def _read_answer(
         self, stream: MessageStream, activation: messages.Activation
     ) -> messages.Answer:
-        assembler = tensor_codec.TensorAssembler.of_answers(self._limits)
+        is_one_shot = self.connection.contract.is_one_shot
+        assembler = tensor_codec.TensorAssembler.of_answers(self._limits, as_arrays=is_one_shot)
         while (answer := assembler.add(stream.receive())) is None:
             pass
         if answer.batch != activation.batch:

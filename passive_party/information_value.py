@@ -42,11 +42,9 @@ import numpy.typing as npt
 from splitveil.common.models.components import MOST_DENSE, ComponentsBottom
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from splitveil.common.data.features import FeatureEncoder, Features
     from splitveil.common.models.ridge import LabelStatistics
-    from splitveil.passive_party.bottom_trainer import BottomTrainer
+    from splitveil.passive_party.components_trainer import ComponentsTrainer
 
 _Z = 1.96
 _SURE = 3.0  # standard errors that a bin's share of either class has at least
@@ -104,7 +102,7 @@ class ColumnLoss:
 
 
 def losses(
-    trainer: "BottomTrainer", encoder: "FeatureEncoder"
+    trainer: "ComponentsTrainer", encoder: "FeatureEncoder"
 ) -> tuple[tuple[ColumnLoss, ...], ColumnLoss | None]:
     """Return what is lost without each column, largest first, and without all that can be spared.
 
@@ -115,13 +113,13 @@ def losses(
     model, (positions, values, sigma) = trainer.model, trainer.released
     if not isinstance(model, ComponentsBottom) or model.num_codes > MOST_DENSE:
         return (), None
-    rows = trainer.rows(positions.numpy())
+    rows = trainer.arrays(positions)
     if sigma:
         one = np.zeros((len(positions), 1), np.int64)
         statistics = model.statistics_of_groups(rows, one, values, sigma)[0]
     else:
-        statistics = model.statistics_of_labels(rows, values.double())
-    names = np.array(encoder.names, dtype=object)[np.asarray(model.column_of_code())]
+        statistics = model.statistics_of_labels(rows, values.astype(np.float64))
+    names = np.array(encoder.names, dtype=object)[model.column_of_code()]
     return losses_of(statistics, names)
 
 
@@ -173,7 +171,7 @@ def losses_of(
 
 
 def information_values(
-    trainer: "BottomTrainer", encoder: "FeatureEncoder"
+    trainer: "ComponentsTrainer", encoder: "FeatureEncoder"
 ) -> tuple[ColumnValue, ...]:
     """Return numbers and categories, most informative first; none without a release of two classes.
 
@@ -182,12 +180,12 @@ def information_values(
     if trainer.released is None or trainer.released[1].shape[1] != 1:
         return ()
     positions, values, sigma = trainer.released
-    rows = trainer.rows(positions.numpy())
+    rows = trainer.arrays(positions)
     columns = [*_binned(rows, encoder)]
     if sigma:
         shares = _shares_of_sums(trainer.score, rows, columns, values, sigma)
     else:
-        shares = (shares_of_labels(one.members, values[:, 0].double().numpy()) for one in columns)
+        shares = (shares_of_labels(one.members, values[:, 0].astype(np.float64)) for one in columns)
     pairs = zip(columns, shares, strict=True)
     found = [column_value(one, *each, is_fitted=sigma > 0) for one, each in pairs]
     return tuple(sorted(filter(None, found), key=lambda one: (-one.low, -one.information_value)))
@@ -272,21 +270,21 @@ def _shares_of_sums(
     score: "ComponentsBottom",
     rows: "Features",
     columns: Sequence[Binned],
-    sums: "Tensor",
+    sums: _Numbers,
     sigma: float,
 ) -> Iterator[tuple[_Numbers, _Numbers]]:
     starts = np.cumsum([0, *(len(one.bins) for one in columns)])
     groups = np.stack([one.members for one in columns], axis=1) + starts[:-1]
     statistics, *given = score.statistics_of_groups(rows, groups, sums, sigma)
-    (scales, codes), count = (one.numpy() for one in given), len(groups)
+    (scales, codes), count = given, len(groups)
     mean = min(max(float(sums[-1, 0]) / count, 0.5 / count), 1 - 0.5 / count)
     variance = mean * (1 - mean)
     # IV is near the shares' variance by that of a label, squared.
     mean_square = np.bincount(groups.ravel()) / count @ ((codes / scales) ** 2).sum(1)
     strength = mean_square / (len(columns) * count * variance * _PRIOR)
-    precision = count * (statistics.information.numpy() + strength * np.diag(scales**2))
+    precision = count * (statistics.information + strength * np.diag(scales**2))
     posterior = np.linalg.inv(precision)
-    shares = mean + variance**0.5 * codes @ (posterior @ statistics.pull.numpy()[:, 0] * count)
+    shares = mean + variance**0.5 * codes @ (posterior @ statistics.pull[:, 0] * count)
     common = (sigma / count) ** 2 + variance / count
     for first, last in pairwise(starts):
         of_bins = codes[first:last]
@@ -295,7 +293,7 @@ def _shares_of_sums(
 
 def _binned(features: "Features", encoder: "FeatureEncoder") -> Iterator[Binned]:
     """Yield numbers with the bins of their codes and one for gaps, and categories' levels."""
-    numbers = np.empty((0, 0)) if features.numeric is None else features.numeric.cpu().numpy()
+    numbers = np.empty((0, 0)) if features.numeric is None else features.numeric
     for place, (scaler, edges) in enumerate(zip(encoder.numeric, encoder.bins, strict=False)):
         bins = 1 + np.floor(numbers[:, place]).astype(np.int64)
         if scaler.name in encoder.indicators:
@@ -307,7 +305,7 @@ def _binned(features: "Features", encoder: "FeatureEncoder") -> Iterator[Binned]
         texts = [_MISSING, *(f"from {one:,.4g}" for one in limits.tolist())]
         kept, members = np.unique(bins, return_inverse=True)
         yield Binned(scaler.name, True, [texts[one] for one in kept], members)
-    columns = () if features.categorical is None else features.categorical.cpu().numpy().T
+    columns = () if features.categorical is None else features.categorical.T
     for vocabulary, slots in zip(encoder.categorical, columns, strict=True):
         levels, members, counts = np.unique(slots, return_inverse=True, return_counts=True)
         order = np.argsort(-counts, kind="stable")

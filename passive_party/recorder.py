@@ -3,19 +3,13 @@
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from splitveil.common.party.party_data import PartyData
 from splitveil.common.party.party_status import OPEN, RunStatus
-from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.privacy.observation import TWO_CLASSES, LabelClasses
-from splitveil.common.privacy.run_level import FeaturesOf
-from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder
 from splitveil.common.record.metrics_log import RunRecorder
 from splitveil.common.record.progress import each_in_words
 from splitveil.common.record.run_folder import clear_mark, storage_errors
@@ -29,6 +23,12 @@ from splitveil.passive_party.feature_exposure import (
     random_directions,
 )
 from splitveil.passive_party.settings import PassiveSettings
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from splitveil.common.privacy.run_level import FeaturesOf
+    from splitveil.common.record.leak_recorder import LeakRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,10 @@ class PassiveRecorder(RunRecorder):
         evaluation_labels: PartyData | None,
         status: RunStatus | None = None,
     ) -> None:
-        try_custom_attacks(settings.adversary, settings.contract.cut_shape)
+        if settings.adversary is not None:
+            from splitveil.common.privacy.custom_attacks import try_custom_attacks  # noqa: PLC0415
+
+            try_custom_attacks(settings.adversary, settings.contract.cut_shape)
         super().__init__(folder)
         self._settings = settings
         self._ids = ids
@@ -83,7 +86,7 @@ class PassiveRecorder(RunRecorder):
         self._status.enter_stage("training")
 
     def on_step(
-        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+        self, batch: Batch, sent: "Tensor", received: "Tensor", layers: "dict[str, Tensor]"
     ) -> None:
         self._steps += 1
         self._attack(batch, sent, received, layers)
@@ -118,7 +121,7 @@ class PassiveRecorder(RunRecorder):
         self._status.enter_stage("training")
         logger.info("resuming %s", "at the end" if epoch is None else f"in epoch {epoch + 1}")
 
-    def summary(self, features: FeaturesOf | None = None) -> Summary:
+    def summary(self, features: "FeaturesOf | None" = None) -> Summary:
         """Return the figures; with features, also model completion's figures on these."""
         speed = self._progress.per_s if self._progress else None
         of_steps = self._epochs, self._steps, speed
@@ -136,7 +139,7 @@ class PassiveRecorder(RunRecorder):
             "steps": self._steps,
             "epochs": self._epochs,
             "leaks": leaks,
-            "sent": torch.from_numpy(self._sent.copy()),
+            "sent": self._sent.copy(),
             "epochs_sent": sorted(self._epochs_sent),
             "metrics": self._metrics.state_dict(),
         }
@@ -152,7 +155,7 @@ class PassiveRecorder(RunRecorder):
             if state["leaks"] is not None:
                 self._leaks.load_state_dict(state["leaks"])
         self._metrics.load_state_dict(state["metrics"])
-        self._sent = state["sent"].numpy().copy()
+        self._sent = state["sent"]
         self._epochs_sent = {*state["epochs_sent"]}
 
     def sent_in_epochs(self) -> SentInEpochs | None:
@@ -173,13 +176,12 @@ class PassiveRecorder(RunRecorder):
             values = min(contract.epochs * contract.cut_dim, MOST_DIMENSIONS)
             self._sent = np.zeros((len(self.sample.positions), values), dtype=np.float32)
 
-    def _keep_of_sample(self, batch: Batch, sent: Tensor) -> None:
+    def _keep_of_sample(self, batch: Batch, sent: "Tensor") -> None:
         """Put this epoch's activations beside earlier epochs' ones, or add their projection."""
         if self.sample is None:
             return
         places = self._places[batch.positions]
-        inside = torch.from_numpy(np.flatnonzero(places >= 0)).to(sent.device)
-        values = sent.detach()[inside].flatten(1).float().cpu().numpy()
+        values = sent.detach()[np.flatnonzero(places >= 0)].flatten(1).float().cpu().numpy()
         places, width = places[places >= 0], values.shape[1]
         self._epochs_sent.add(batch.epoch)
         if self._settings.contract.epochs * width <= MOST_DIMENSIONS:
@@ -187,7 +189,9 @@ class PassiveRecorder(RunRecorder):
         else:
             self._sent[places] += values @ random_directions(width, batch.epoch + 1)
 
-    def _rows_of(self, batch: Batch, sent: Tensor, received: Tensor) -> dict[str, npt.NDArray[Any]]:
+    def _rows_of(
+        self, batch: Batch, sent: "Tensor", received: "Tensor"
+    ) -> dict[str, npt.NDArray[Any]]:
         number = (batch.epoch << 32) + batch.step
         rows = {
             "gradients": received.detach().cpu().numpy(),
@@ -200,26 +204,28 @@ class PassiveRecorder(RunRecorder):
         return rows
 
     def _start_attacks(self, rows: AlignedRows, seed: bytes) -> None:
-        classes = TWO_CLASSES
-        if self._evaluation_labels is not None:
-            ids = [self._ids[row] for row in rows.file_rows]
-            self._labels = self._evaluation_labels.labels_of(ids)
-            classes = LabelClasses(self._evaluation_labels.settings.class_names)
+        if self._evaluation_labels is None:
+            return
+        ids = [self._ids[row] for row in rows.file_rows]
+        self._labels = self._evaluation_labels.labels_of(ids)
         chosen = self._settings.adversary
         if chosen is None or self._settings.contract.is_one_shot:  # no gradient comes
             return
-        if self._labels is not None:
-            self._leaks = self._of_run.enter_context(
-                LeakRecorder(chosen, self._metrics, AuditedRun(seed, len(rows), classes))
-            )
+        from splitveil.common.privacy.observation import LabelClasses  # noqa: PLC0415
+        from splitveil.common.record.leak_recorder import AuditedRun, LeakRecorder  # noqa: PLC0415
+
+        classes = LabelClasses(self._evaluation_labels.settings.class_names)
+        self._leaks = self._of_run.enter_context(
+            LeakRecorder(chosen, self._metrics, AuditedRun(seed, len(rows), classes))
+        )
 
     def _attack(
-        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+        self, batch: Batch, sent: "Tensor", received: "Tensor", layers: "dict[str, Tensor]"
     ) -> None:
         if self._settings.adversary is None or self._leaks is None or self._labels is None:
             return
         chosen = self._settings.adversary.layers
         gradients = {name: received if name == "cut" else layers[name] for name in chosen}
-        labels = self._labels[torch.from_numpy(batch.positions.copy())]
+        labels = self._labels[batch.positions.copy()]
         # This side has no clean gradient, so its reference is a positive's received gradient.
         self._leaks.submit(batch, gradients, labels, activations=sent)

@@ -7,8 +7,6 @@ import contextlib
 from collections.abc import Callable
 from typing import TypeVar
 
-import torch
-
 from splitveil.common import errors
 from splitveil.common.alignment.exchange import Alignment
 from splitveil.common.record.run_store import NoStore
@@ -24,7 +22,7 @@ from splitveil.common.run.progress import (
 )
 from splitveil.common.run.sample_order import NONCE_BYTES, Positions, joint_seed
 from splitveil.common.text.imports import fault_of_own_code
-from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.components_trainer import ComponentsTrainer
 from splitveil.passive_party.opening import Aligner, Peer
 from splitveil.passive_party.training import RunObserver, Training
 
@@ -32,7 +30,7 @@ _MAX_ALIGNMENTS = 20
 """Alignments that one process starts because the peer was lost during the previous one."""
 
 _MAX_DAMAGED = 3  # alignments among these that may be due to an invalid message of the previous one
-TrainerFactory = Callable[[AlignedRows], BottomTrainer]
+TrainerFactory = Callable[[AlignedRows], ComponentsTrainer]
 
 ResultT = TypeVar("ResultT")
 
@@ -60,7 +58,7 @@ class PassiveRun:
         self._training: Training | None = None
 
     @property
-    def trainer(self) -> BottomTrainer | None:
+    def trainer(self) -> ComponentsTrainer | None:
         return None if self._training is None else self._training.trainer
 
     @property
@@ -151,7 +149,7 @@ class PassiveRun:
                 "nonce": self._nonce,
                 "peer_nonce": opening.nonce,
                 "passive_nonces": list(found.nonces),
-                "file_rows": torch.from_numpy(rows.file_rows),
+                "file_rows": rows.file_rows,
                 "data": training.trainer.data_digest,
             }
         )
@@ -190,7 +188,7 @@ class PassiveRun:
                 stored["run_id"],
                 stored["peer_nonce"],
                 tuple(stored["passive_nonces"]),
-                stored["file_rows"].numpy(),
+                stored["file_rows"],
                 stored["data"],
             )
             seed, self._nonce = identity.seed, stored["nonce"]

@@ -129,6 +129,10 @@ class PassiveSettings(PartySettings):
         """The split of this party's rows; None if it does not learn which are common."""
         return None if self.contract.is_one_sided else self.contract.split
 
+    @property
+    def has_network(self) -> bool:
+        return not (self.contract.is_one_shot and isinstance(self.bottom_model, PcaModel))
+
     def folder_name(self) -> str:
         """Return the name of this party's folder among a run's results."""
         return self.party if len(self.contract.passive_parties) > 1 else "passive"

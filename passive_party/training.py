@@ -2,18 +2,19 @@
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from splitveil.common.errors import InvalidMessage
-from splitveil.common.models.device import to_host
 from splitveil.common.run.course import AlignedRows, Batch, batch_in_words
-from splitveil.common.run.messages import Activation, Answer, Course, bytes_of, tensor_of
+from splitveil.common.run.messages import Activation, Answer, Course, bytes_of
 from splitveil.common.run.progress import Phase, Phases, Progress, State, refusing_other_versions
-from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.components_trainer import ComponentsTrainer
 from splitveil.passive_party.opening import Peer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class RunObserver(Protocol):
@@ -27,7 +28,7 @@ class RunObserver(Protocol):
         """Both parties hold the same rows."""
 
     def on_step(
-        self, batch: Batch, sent: Tensor, received: Tensor, layers: dict[str, Tensor]
+        self, batch: Batch, sent: "Tensor", received: "Tensor", layers: "dict[str, Tensor]"
     ) -> None:
         """A gradient was received for an activation, and the bottom model learned from it."""
 
@@ -51,22 +52,22 @@ class Training:
         self,
         run_id: str,
         rows: AlignedRows,
-        trainer: BottomTrainer,
+        trainer: ComponentsTrainer,
         progress: Progress,
         observer: RunObserver,
         phases: Phases,
     ) -> None:
-        self.trainer = trainer
+        self.trainer: Any = trainer  # of a network, where gradients come
         self.progress = progress
         self._run_id = run_id
         self._rows = rows
         self._observer = observer
         self._phases = phases
-        self._unanswered: deque[tuple[Batch, Tensor]] = deque()
+        self._unanswered: deque[tuple[Batch, Any]] = deque()
         self._held_out_sent = 0  # without a reply
         self._transfers_sent = 0  # the same
         self._gathered: tuple[Batch, Any] | None = None
-        self._unobserved: tuple[Batch, Tensor, Tensor, dict[str, Tensor]] | None = None
+        self._unobserved: tuple[Batch, Any, Any, dict[str, Any]] | None = None
 
     # ---- checkpoints ----
 
@@ -139,6 +140,8 @@ class Training:
         self._unobserved = batch, sent, answer.values, layers
 
     def _send(self, peer: Peer, batch: Batch) -> None:
+        from splitveil.common.models.device import to_host  # noqa: PLC0415 - it needs torch
+
         given = self._given(batch)
         with self._phases(Phase.FORWARD):
             activation = self.trainer.forward(
@@ -148,7 +151,8 @@ class Training:
         peer.send_activation(Activation(batch.identity(self._run_id), to_host(activation)))
 
     def _take_labels(self, peer: Peer, batch: Batch) -> None:
-        question = Activation(batch.identity(self._run_id), torch.empty(len(batch.positions), 0))
+        no_values: Any = np.empty((len(batch.positions), 0), np.float32)
+        question = Activation(batch.identity(self._run_id), no_values)
         peer.send_activation(question)
         with self._phases(Phase.WAIT):
             answer = peer.receive_gradient()
@@ -163,8 +167,9 @@ class Training:
     def _take_sums(self, peer: Peer, batch: Batch) -> None:
         while (ahead := self.progress.to_transfer(self._transfers_sent)) is not None:
             with self._phases(Phase.FORWARD):
-                question = self.trainer.transfer_question(ahead)
-            peer.send_activation(Activation(ahead.identity(self._run_id), tensor_of(question)))
+                question = bytearray(self.trainer.transfer_question(ahead))
+            message: Any = np.frombuffer(question, np.uint8)
+            peer.send_activation(Activation(ahead.identity(self._run_id), message))
             self._transfers_sent += 1
         with self._phases(Phase.WAIT):
             answer = peer.receive_gradient()
@@ -179,7 +184,7 @@ class Training:
         while (ahead := self.progress.to_evaluate(self._held_out_sent)) is not None:
             features = self._given(ahead)
             with self._phases(Phase.EVALUATION):
-                embedded = to_host(self.trainer.embed(features))
+                embedded = self.trainer.embed(features)
             peer.send_held_out(Activation(ahead.identity(self._run_id), embedded))
             self._held_out_sent += 1
         with self._phases(Phase.WAIT):

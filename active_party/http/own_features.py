@@ -175,7 +175,7 @@ class Fallback:
         else:
             rows = self._own_rows.rows_of([question.ids[index] for index in at])
             found = rows != ABSENT
-            own = self._own_rows.features_of(rows[found])
+            own = self._own_rows.features_of(rows[found]).to("cpu")
         known = np.empty(0, np.float32)
         if found.any():
             known = predictions_alone(self._model, own, self._labels)

@@ -1,4 +1,4 @@
-"""Feature tensors, and the encoder that makes them with its scalers and vocabularies.
+"""Features, and the encoder that makes them with its scalers and vocabularies.
 
 The encoder is fitted on a party's own training rows only and saved with its model.
 
@@ -19,15 +19,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
 from splitveil.common.data.columns import Numbers
 from splitveil.common.data.sequences import SetMembers, TokenColumn, TokenReader, count_members
@@ -36,62 +34,77 @@ from splitveil.common.data.table import Table
 from splitveil.common.errors import DataError
 from splitveil.common.settings import Section, validate
 
+if TYPE_CHECKING:
+    import torch
+
 _logger = logging.getLogger(__name__)
 
 UNKNOWN_SLOT = 0
 MISSING_SLOT = 1
 FIRST_CATEGORY_SLOT = 2
 
-CPU = torch.device("cpu")
-
 ImageDtype = Literal["uint8", "float32"]
 
 
 @dataclass(frozen=True, eq=False)
 class Features:
-    """The input of a party's model for some rows. At least one part is present."""
+    """The input of a party's model for some rows. At least one part is present.
 
-    numeric: Tensor | None = None
+    The parts are arrays as an encoder returns them, and tensors after ``to``, as networks take
+    them.
+    """
+
+    numeric: Any = None
     """(rows, numeric columns), float32."""
 
-    categorical: Tensor | None = None
+    categorical: Any = None
     """(rows, categorical columns), int64 slots."""
 
-    image: Tensor | None = None
+    image: Any = None
     """(rows, channels, height, width), uint8 or float32 as in the file; see ``image_as_float``."""
 
-    tokens: Tensor | None = None
+    tokens: Any = None
     """(rows, max_length of all columns of sequences together), int64; zeros behind each sequence.
     """
 
-    lengths: Tensor | None = None
+    lengths: Any = None
     """(rows, columns of sequences), int64; 0 for an empty cell."""
 
     def __len__(self) -> int:
-        return next(map(len, self.tensors()), 0)
+        return next(map(len, self.parts()), 0)
 
-    def rows(self, index: Tensor) -> "Features":
-        """Return the rows with these positions, (count,) int64, in this order."""
+    def rows(self, index: Any) -> "Features":
+        """Return the rows with these positions, (count,) int64, of the kind of the parts."""
+        if isinstance(self.parts()[0], np.ndarray):
+            return self.changed(lambda part: part[index])
         # Indexing copies value by value: four times as long for rows of 64 numbers.
         return self.changed(lambda part: part.index_select(0, index))
 
-    def to(self, device: torch.device) -> "Features":
-        return self.changed(lambda part: part.to(device))
+    def to(self, device: "torch.device | str") -> "Features":
+        """Return tensors; on the CPU, those of arrays share their memory."""
+        import torch  # noqa: PLC0415 - a party without a network needs none
 
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "Features":
+        return self.changed(lambda part: torch.as_tensor(part, device=device))
+
+    def arrays(self) -> "Features":
+        return self.changed(lambda part: np.asarray(part.cpu()))
+
+    def changed(self, change: Callable[[Any], Any]) -> "Features":
         """Return what a function makes of the parts that are present."""
         parts = (self.numeric, self.categorical, self.image, self.tokens, self.lengths)
         return Features(*(None if part is None else change(part) for part in parts))
 
-    def tensors(self) -> list[Tensor]:
+    def parts(self) -> list[Any]:
         """Return the parts that are present."""
         parts = (self.numeric, self.categorical, self.image, self.tokens, self.lengths)
         return [part for part in parts if part is not None]
 
 
-def image_as_float(image: Tensor) -> Tensor:
-    """Return an image as float32, bytes scaled to [0, 1]."""
-    return image.float() / 255 if image.dtype == torch.uint8 else image
+def image_as_float(image: Any) -> Any:
+    """Return an image, a tensor or an array, as float32, bytes scaled to [0, 1]."""
+    if isinstance(image, np.ndarray):
+        return image.astype(np.float32) / np.float32(255 if image.dtype == np.uint8 else 1)
+    return image if image.is_floating_point() else image.float() / 255
 
 
 class FeatureShapes(NamedTuple):
@@ -115,21 +128,21 @@ class FeatureShapes(NamedTuple):
     """Number of places of ``tokens`` for each column of sequences, side by side."""
 
     def zeros(self, num_rows: int) -> Features:
+        """Return tensors of so many rows."""
         image = None
         if self.image_shape is not None:
-            dtype = torch.uint8 if self.image_dtype == "uint8" else torch.float32
-            image = torch.zeros(num_rows, *self.image_shape, dtype=dtype)
+            image = np.zeros((num_rows, *self.image_shape), self.image_dtype)
 
-        def whole(count: int) -> Tensor | None:
-            return torch.zeros(num_rows, count, dtype=torch.int64) if count else None
+        def of(count: int, dtype: type) -> NDArray[Any] | None:
+            return np.zeros((num_rows, count), dtype) if count else None
 
         return Features(
-            torch.zeros(num_rows, self.numeric_dim) if self.numeric_dim else None,
-            whole(len(self.vocabulary_sizes)),
+            of(self.numeric_dim, np.float32),
+            of(len(self.vocabulary_sizes), np.int64),
             image,
-            whole(sum(self.max_lengths)),
-            whole(len(self.max_lengths)),
-        )
+            of(sum(self.max_lengths), np.int64),
+            of(len(self.max_lengths), np.int64),
+        ).to("cpu")
 
 
 class NumericScaler(Section):
@@ -306,7 +319,7 @@ class FeatureEncoder(Section):
 
         DataError if it lacks a column or has other images.
         """
-        return RowEncoder(self, table)(rows)
+        return RowEncoder(self, table)(rows).to("cpu")
 
     def check_same_columns(self, table: Table) -> None:
         """Check that a table has the columns, images and gaps that the encoder was fitted on."""
@@ -371,14 +384,14 @@ class RowEncoder:
         image, tokens, lengths = self._table.image, [], []
         for name, read in self._tokens:
             padded, length, _ = read(codes_of(name))
-            tokens.append(torch.from_numpy(padded))
-            lengths.append(torch.from_numpy(length))
+            tokens.append(padded)
+            lengths.append(length)
         return Features(
-            torch.from_numpy(numeric) if numeric.shape[1] else None,
-            torch.from_numpy(categorical) if self._slots else None,
-            None if image is None else torch.from_numpy(np.ascontiguousarray(image[rows])),
-            torch.cat(tokens, dim=1) if tokens else None,
-            torch.stack(lengths, dim=1) if lengths else None,
+            numeric if numeric.shape[1] else None,
+            categorical if self._slots else None,
+            None if image is None else np.ascontiguousarray(image[rows]),
+            np.concatenate(tokens, axis=1) if tokens else None,
+            np.stack(lengths, axis=1) if lengths else None,
         )
 
     def _scaled(self, rows: NDArray[np.int64]) -> NDArray[np.float32]:
@@ -409,16 +422,18 @@ class MappedFeatures(Features):
     file_rows: NDArray[np.int64]
     """Rows of the table, in the order of these features, (rows,)."""
 
-    device: torch.device = CPU
+    device: "torch.device | str | None" = None
+    """Of the tensors that ``rows`` returns; None for arrays."""
 
     def __len__(self) -> int:
         return len(self.file_rows)
 
-    def rows(self, index: Tensor) -> Features:
-        """Return the rows with these positions, (count,) int64, in this order."""
+    def rows(self, index: Any) -> Features:
+        if self.device is None:
+            return self.encode(self.file_rows[index])
         return self.encode(self.file_rows[index.cpu().numpy()]).to(self.device)
 
-    def to(self, device: torch.device) -> "MappedFeatures":
+    def to(self, device: "torch.device | str") -> "MappedFeatures":
         return replace(self, device=device)
 
 

@@ -59,9 +59,7 @@ def _unchanged(output: Tensor) -> Tensor:
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:
     """Return the tensors that a model's inputs consist of, in order."""
-    parts = (
-        [one] if isinstance(one, Tensor) else one.tensors() for one in inputs if one is not None
-    )
+    parts = ([one] if isinstance(one, Tensor) else one.parts() for one in inputs if one is not None)
     return [tensor for part in parts for tensor in part]
 
 

@@ -373,7 +373,7 @@ def begin(
         if features is not None:
             for rank in range(1, ranks.size):
                 for block in _blocks(positions[positions % ranks.size == rank], beginning):
-                    for part in features.rows(block.to(device)).to(CPU).tensors():
+                    for part in features.rows(block.to(device)).to(CPU).parts():
                         ranks.move({rank: part})
     rows_at = None if features is None else features.rows
     found = DataParallelModel(ranks, learner, beginning, rows_at)
@@ -397,7 +397,7 @@ def _begun(ranks: Ranks, learner: Learner, beginning: Beginning, own: Tensor) ->
         return DataParallelModel(ranks, learner, beginning, None)
     received = beginning.shapes.zeros(len(own))
     for block in _blocks(torch.arange(len(own)), beginning):
-        for part in received.tensors():
+        for part in received.parts():
             ranks.move({}, {0: part[block[0] : block[-1] + 1]})
     features = received.to(learner.device)
 
@@ -409,6 +409,6 @@ def _begun(ranks: Ranks, learner: Learner, beginning: Beginning, own: Tensor) ->
 
 def _blocks(positions: Tensor, beginning: Beginning) -> Sequence[Tensor]:
     """Return the rows that travel at once."""
-    row = () if beginning.shapes is None else beginning.shapes.zeros(1).tensors()
+    row = () if beginning.shapes is None else beginning.shapes.zeros(1).parts()
     rows = max(1, _BLOCK_BYTES // max(1, sum(part.nbytes for part in row)))
     return torch.split(positions, rows) if len(positions) else ()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from splitveil.common.data.features import Features, FeatureShapes, image_as_float
 from splitveil.common.errors import SettingsError
+from splitveil.common.models.components import Codes
 from splitveil.common.models.settings import ConvModel, DenseModel, TabularModel, WideDeepModel
 
 EMBEDDING_RANGE = 0.05
@@ -385,6 +386,25 @@ class ConvTop(nn.Module):
             parts.append(self.input(features))
         logits: Tensor = self.output(self.layers(joined(parts)))
         return without_single(logits)
+
+
+class ComponentsNetwork(nn.Module):
+    """The function of features that ``ComponentsBottom`` is, and whose weights it takes."""
+
+    def __init__(self, shapes: FeatureShapes, cut_shape: Sequence[int]) -> None:
+        super().__init__()
+        self._codes, self._cut_shape = Codes(shapes), tuple(cut_shape)
+        width = math.prod(cut_shape)
+        self.weight = nn.Parameter(torch.zeros(self._codes.num_codes, width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.register_buffer("limit", torch.full((width,), math.inf))
+        starts = torch.tensor(self._codes.starts.tolist(), dtype=torch.int64)
+        self.register_buffer("starts", starts, persistent=False)
+
+    def forward(self, features: Features) -> Tensor:
+        values: Tensor = self._codes.values(features, self.weight, self.get_buffer("starts"))
+        limit = self.get_buffer("limit")
+        return (values + self.bias).clamp(-limit, limit).reshape(-1, *self._cut_shape)
 
 
 def _blocks(in_channels: int, channels: Sequence[int]) -> nn.Sequential:

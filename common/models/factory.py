@@ -26,8 +26,8 @@ from torch.nn.parameter import is_lazy
 
 from splitveil.common.data.features import FeatureEncoder, Features, FeatureShapes, image_as_float
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.dense import (
+    ComponentsNetwork,
     ConvBottom,
     ConvTop,
     MlpBottom,
@@ -110,7 +110,7 @@ def build_bottom_model(
             case MlpModel() | TabularModel():
                 return MlpBottom(settings, shapes, cut_shape)
             case PcaModel():
-                return ComponentsBottom(settings, shapes, cut_shape)
+                return ComponentsNetwork(shapes, cut_shape)
             case WideDeepModel():
                 return WideDeepBottom(settings, shapes, cut_shape)
             case ConvModel():
@@ -209,7 +209,7 @@ def _shapes(encoder: FeatureEncoder | FeatureShapes) -> FeatureShapes:
 
 
 def _has_features(shapes: FeatureShapes) -> bool:
-    return bool(shapes.zeros(1).tensors())
+    return bool(shapes.zeros(1).parts())
 
 
 def _build_and_probe(

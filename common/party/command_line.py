@@ -7,16 +7,12 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-import torch
 import yaml
 from rich.console import Console
 
 from splitveil.common.errors import SettingsError, SplitveilError
-from splitveil.common.models.data_parallel import Beginning, Learner, work
-from splitveil.common.models.device import device_in_words, use_device
-from splitveil.common.models.ranks import Ranks
 from splitveil.common.party.arguments import print_json
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData
@@ -36,6 +32,12 @@ from splitveil.common.text.files import why_unreadable
 from splitveil.common.text.system import most_open_files, num_cores
 from splitveil.common.text.visible_text import visible, visible_lines
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
+
+if TYPE_CHECKING:
+    import torch
+
+    from splitveil.common.models.data_parallel import Beginning, Learner
+    from splitveil.common.models.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -81,19 +83,36 @@ def verify_transcript(parsed: argparse.Namespace) -> None:
         )
 
 
-def prepare(settings: PartySettings, rank: Rank = ONLY) -> torch.device:
-    """Set limits, the seed and the module search path; return the device to use."""
+def prepare(settings: PartySettings, rank: Rank = ONLY) -> Any:
+    """Set limits, the seed and the module search path; return the device as ``device_of`` does."""
     most_open_files(raised=True)
     _find_own_modules(settings)
     device = device_of(settings, rank)
+    if device is None:
+        return None
+    import torch  # noqa: PLC0415 - a party without a network needs none
+
     cores = num_cores() // rank.local_size
     torch.set_num_threads(settings.torch_threads or max(1, cores))
     torch.manual_seed(settings.model_seed + 1_000_003 * rank.number)  # for dropout
     return device
 
 
-def device_of(settings: PartySettings, rank: Rank = ONLY) -> torch.device:
+def device_of(settings: PartySettings, rank: Rank = ONLY) -> Any:
+    """Return torch's device to use; None if there is no network."""
+    if not settings.has_network:
+        return None
+    from splitveil.common.models.device import use_device  # noqa: PLC0415 - it needs torch
+
     return use_device(settings.device, rank.local_rank, deterministic=settings.deterministic)
+
+
+def device_in_words(device: Any) -> str:
+    if device is None:
+        return "cpu"
+    from splitveil.common.models import device as devices  # noqa: PLC0415 - it needs torch
+
+    return devices.device_in_words(device)
 
 
 def _find_own_modules(settings: PartySettings) -> None:
@@ -245,10 +264,10 @@ class _AllFailures(SplitveilError):
 class Process(NamedTuple):
     """The process that is a party, with the ranks that compute for it, if there are any."""
 
-    device: torch.device
+    device: Any  # of torch; None without a network
     interruption: Interruption
-    ranks: Ranks | None
-    restarts: int  # how often all ranks were started again
+    ranks: "Ranks | None" = None
+    restarts: int = 0  # how often all ranks were started again
 
     @property
     def device_in_words(self) -> str:
@@ -266,20 +285,28 @@ def read_data(settings: PartySettings, process: Process) -> PartyData:
 def run_as_party(
     settings: PartySettingsT,
     facts: tuple[str, str],
-    learner_of_rank: Callable[[PartySettingsT, torch.device, Beginning], Learner],
+    learner_of_rank: "Callable[[PartySettingsT, torch.device, Beginning], Learner] | None",
     take_part: Callable[[PartySettingsT, Process], None],
 ) -> None:
     """Take part in the run; a rank above 0 computes with rank 0 instead.
 
-    Facts are names of this party's settings that all ranks must have in common.
+    Facts are names of this party's settings that all ranks must have in common. Only a party
+    without a network has no learner.
     """
     rank = Rank.of_environment()
     device = prepare(settings, rank)
     interruption = Interruption()
     if not rank.number:
         interruption.install()
+    if rank.size == 1:
+        take_part(settings, Process(device, interruption, restarts=rank.restarts))
+        return
+    if learner_of_rank is None:
+        raise SettingsError("the model of these settings is computed in one process")
+    from splitveil.common.models.data_parallel import work  # noqa: PLC0415 - it needs torch
+
     with joined(rank, device, facts_of(settings, device, *facts), interruption) as ranks:
-        if ranks is not None and rank.number:
+        if rank.number:
             work(ranks, lambda beginning: learner_of_rank(settings, device, beginning))
         else:
             take_part(settings, Process(device, interruption, ranks, rank.restarts))

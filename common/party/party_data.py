@@ -7,12 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from splitveil.common.data import source_settings
 from splitveil.common.data.canonical_form import CanonicalForm, form_of
@@ -40,6 +38,9 @@ from splitveil.common.run.course import HELD_OUT, AlignedRows
 from splitveil.common.run.id_rules import AS_WRITTEN, IdRule
 from splitveil.common.run.messages import IdForm
 from splitveil.common.run.sample_order import SPLITS, Positions
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _logger = logging.getLogger(__name__)
 
@@ -128,8 +129,8 @@ class PartyData:
     def blocks(self, encoder: FeatureEncoder, file_rows: Positions) -> Iterator[Features]:
         """Yield the features of some rows, part by part."""
         encode = RowEncoder(encoder, self.table)
-        for start in range(0, len(file_rows), FIT_ROWS):
-            yield encode(file_rows[start : start + FIT_ROWS])
+        for start in range(0, len(file_rows), _ROWS_AT_ONCE):
+            yield encode(file_rows[start : start + _ROWS_AT_ONCE])
 
     def encode(
         self,
@@ -147,10 +148,14 @@ class PartyData:
         encoder = self.fit(fitted_to, earlier, num_bins)
         if encoder is None:
             return None, None
+        return encoder, self.features(encoder, rows.file_rows)
+
+    def features(self, encoder: FeatureEncoder, file_rows: Positions) -> Features:
+        """Encode some rows, those of a table on disk when they are asked for."""
+        encode = RowEncoder(encoder, self.table)
         if self.table.is_on_disk:
-            encode = RowEncoder(encoder, self.table)
-            return encoder, MappedFeatures(encode=encode, file_rows=rows.file_rows)
-        return encoder, encoder.transform(self.table, rows.file_rows)
+            return MappedFeatures(encode=encode, file_rows=file_rows)
+        return encode(file_rows)
 
     def digest(self, encoder: FeatureEncoder | None, features: Features | None = None) -> str:
         """Return a hexadecimal digest of ids, labels, weights and what ``encode`` returned."""
@@ -165,9 +170,8 @@ class PartyData:
             found.update(json.dumps(encoder.state(), sort_keys=True).encode())
         if features is not None:
             for start in range(0, len(features), _ROWS_AT_ONCE):
-                positions = torch.arange(start, min(start + _ROWS_AT_ONCE, len(features)))
-                for part in features.rows(positions).tensors():
-                    found.update(part.numpy().data)
+                for part in features.rows(slice(start, start + _ROWS_AT_ONCE)).parts():
+                    found.update(np.ascontiguousarray(part).data)
         return found.hexdigest()
 
     def training_rows(self, split: SplitSettings) -> int:
@@ -197,20 +201,24 @@ class PartyData:
             raise SettingsError(f"{excess}, and drop_last leaves out every smaller batch")
         return f"{text}; WARNING: {excess}, so that an epoch is one step"
 
-    def labels_at(self, file_rows: Positions) -> Tensor:
+    def labels_at(self, file_rows: Positions) -> "Tensor":
         """Return the labels of some rows of the file, (rows,), float32, or raise DataError."""
+        import torch  # noqa: PLC0415 - a party without labels may need none
+
         if self.table.labels is None:
             raise DataError(f"{self.table.source}: there is no label column")
         return torch.from_numpy(self.table.labels[file_rows])
 
-    def weights_at(self, rows: AlignedRows) -> Tensor | None:
+    def weights_at(self, rows: AlignedRows) -> "Tensor | None":
         """Return weights, (aligned,) float32, of mean 1 in training; None where all count alike."""
+        import torch  # noqa: PLC0415 - as above
+
         if self.table.weights is None:
             return None
         weights = self.table.weights[rows.file_rows]
         return torch.from_numpy((weights / weights[rows.splits["train"]].mean()).astype(np.float32))
 
-    def labels_of(self, ids: Sequence[str]) -> Tensor:
+    def labels_of(self, ids: Sequence[str]) -> "Tensor":
         """Return the labels of some ids, (ids,), float32, or raise DataError."""
         rows = IdIndex(self.ids).rows_of(ids)
         if missing := int((rows == ABSENT).sum()):
@@ -317,12 +325,7 @@ class ServedRows:
         self._ids = data.ids
         self._index = IdIndex(data.ids)
         self._is_served = np.ones(len(data.ids), np.bool_)
-        everything = np.arange(len(data.ids), dtype=np.int64)
-        self._features: Features = (
-            MappedFeatures(encode=RowEncoder(encoder, data.table), file_rows=everything)
-            if data.table.is_on_disk
-            else encoder.transform(data.table, everything)
-        )
+        self._features = data.features(encoder, np.arange(len(data.ids)))
 
     @classmethod
     def load(
@@ -369,7 +372,8 @@ class ServedRows:
         return np.where((rows != ABSENT) & self._is_served[rows], rows, ABSENT)
 
     def features_of(self, rows: NDArray[np.int64]) -> Features:
-        return self._features.rows(torch.from_numpy(rows))
+        """Return arrays."""
+        return self._features.rows(rows)
 
     def by_column(self, rows: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         return self.encoder.by_column(self.features_of(rows))

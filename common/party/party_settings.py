@@ -196,6 +196,11 @@ class PartySettings(Section):
         """The split of this party's rows; None if it does not learn which are common."""
         return self.contract.split
 
+    @property
+    def has_network(self) -> bool:
+        """Whether this party's half of the model is a network, for which torch is imported."""
+        return True
+
     def run_folder(self, party: str) -> Path:
         return self.runs_dir / self.contract.run_name / party
 

@@ -12,15 +12,16 @@ import signal
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
-
-import torch
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from splitveil.common.errors import SettingsError
-from splitveil.common.models.device import gpu_of
-from splitveil.common.models.ranks import Ranks, raise_lost
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_settings import PartySettings
+
+if TYPE_CHECKING:
+    import torch
+
+    from splitveil.common.models.ranks import Ranks
 
 RANKS_FOLDER = "SPLITVEIL_RANKS"
 """Names the folder that the launcher has made for the ranks of this machine alone."""
@@ -71,18 +72,17 @@ def act(
 
 @contextmanager
 def joined(
-    rank: Rank, device: torch.device, facts: Mapping[str, Any], interruption: Interruption
-) -> Iterator[Ranks | None]:
-    """Wait for this party's other ranks, and leave them in the end; None if there are none.
+    rank: Rank, device: "torch.device", facts: Mapping[str, Any], interruption: Interruption
+) -> "Iterator[Ranks]":
+    """Wait for this party's other ranks, and leave them in the end.
 
     Facts must be equal on all ranks, by the names of their settings. A rank that is
     gone ends rank 0 at once, as if it had been killed, so that the other party waits for a restart.
     Before a signal stops the run, rank 0 asks whether all live: ``torchrun`` sends the same signal
     when one of them has died as when a person stops it. Raises SettingsError if facts differ.
     """
-    if rank.size == 1:
-        yield None
-        return
+    from splitveil.common.models.ranks import Ranks, raise_lost  # noqa: PLC0415 - they need torch
+
     _logger.info("waiting for this party's other processes (%d in all)", rank.size)
     file = _private_file(rank)
     on_lost = raise_lost if rank.number else _end_at_once
@@ -100,8 +100,12 @@ def joined(
             file.unlink(missing_ok=True)
 
 
-def facts_of(settings: PartySettings, device: torch.device, *more: str) -> dict[str, Any]:
+def facts_of(settings: PartySettings, device: "torch.device", *more: str) -> dict[str, Any]:
     """Return the facts that must be equal on all ranks; ``more`` names settings of this party."""
+    import torch  # noqa: PLC0415 - a party without a network needs none
+
+    from splitveil.common.models.device import gpu_of  # noqa: PLC0415
+
     names = {"contract", "optimizer", "model_seed", "autocast", "compile", "deterministic", *more}
     found = settings.model_dump(mode="json", include=names)
     return found | {"device": gpu_of(device) or device.type, "torch": torch.__version__}

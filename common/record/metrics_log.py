@@ -6,6 +6,7 @@ Numbers here are about batches, epochs and runs, never about one example.
 import json
 import logging
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -176,6 +177,8 @@ def _cut_to_whole_lines(path: Path, most_bytes: int | None = None) -> None:
 
 
 def _open_charts(folder: Path, purge_step: int | None = None) -> Any:
+    if "torch" not in sys.modules:  # a party without a network draws no curve
+        return None
     try:
         # Importing it takes seconds, which other commands should not pay.
         from torch.utils.tensorboard import SummaryWriter  # noqa: PLC0415

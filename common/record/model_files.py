@@ -13,15 +13,16 @@ have seen, and the digest of the contract. Both halves of a model have to agree 
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import safetensors.numpy
 from pydantic_core import from_json
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
-from torch import Tensor, nn
 
 from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.source_settings import expand_path
@@ -31,10 +32,13 @@ from splitveil.common.models.settings import BottomModelSettings, CustomModel
 from splitveil.common.record import run_folder
 from splitveil.common.run.contract import Contract, first_difference
 from splitveil.common.run.messages import ModelIdentity
-from splitveil.common.run.state_bytes import is_finite, plain_tensors
+from splitveil.common.run.state_bytes import is_finite, to_safetensors
 from splitveil.common.settings import validate
 from splitveil.common.text.files import check_regular, read_bytes
 from splitveil.common.text.yaml_text import RESOLVED, read_yaml_file
+
+if TYPE_CHECKING:
+    from torch import nn
 
 WEIGHTS = "model.safetensors"
 REFITTED = "refitted.safetensors"
@@ -46,7 +50,7 @@ TREES = "trees"  # the same: how large the trees beside it are, if there are any
 
 def save_model(
     folder: Path,
-    model: nn.Module,
+    model: Any,
     encoder: FeatureEncoder | None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
@@ -60,12 +64,12 @@ def save_model(
 def save_tensors(
     folder: Path,
     file_name: str,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Any],
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
     path = run_folder.checkpoint_folder(folder) / file_name
     said = None if metadata is None else dict(metadata)
-    run_folder.write_bytes_atomically(path, save(plain_tensors(tensors), said))
+    run_folder.write_bytes_atomically(path, to_safetensors(tensors, said))
     return path
 
 
@@ -89,6 +93,7 @@ _UNREADABLE = (
 )
 """Errors that the libraries raise for files of another kind; errors of the disk are not among them.
 """
+_NOT_OF_NUMPY = (TypeError, KeyError, AttributeError)  # raised for bfloat16 and other of torch's
 _CHECKPOINT = "the checkpoint folder of this party in a run that has ended, as RUN/PARTY/checkpoint"
 _MAX_ENCODER_BYTES = 2**31  # twice the size of vocabularies with a hundred million categories
 
@@ -138,7 +143,8 @@ class EarlierModel:
             )
         return self.encoder
 
-    def put_into(self, model: nn.Module) -> None:
+    def put_into(self, model: Any) -> None:
+        """Load the weights into a module, or a model whose state is arrays."""
         _put(self.folder / self.weights, model, self.setting)
         if metadata_of(self.folder, self.weights, self.setting) != self.metadata:
             raise SettingsError(
@@ -169,7 +175,7 @@ class PretrainedWeights:
             _check_finite(spoilt, path, PRETRAINED)
         return cls(files, digest.hexdigest() if files else "")
 
-    def put_into(self, model: nn.Module) -> None:
+    def put_into(self, model: "nn.Module") -> None:
         for part, path in self.files.items():
             try:
                 module = model.get_submodule(part)
@@ -178,12 +184,15 @@ class PretrainedWeights:
             _put(path, module, PRETRAINED)
 
 
-def _put(path: Path, model: nn.Module, setting: str) -> None:
+def _put(path: Path, model: Any, setting: str) -> None:
+    expected = model.state_dict()
+    load_file: Callable[[Path], Mapping[str, Any]] = safetensors.numpy.load_file
+    if not all(isinstance(one, np.ndarray) for one in expected.values()):
+        from safetensors.torch import load_file  # noqa: PLC0415 - it needs torch
     try:
         found = load_file(path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, *_NOT_OF_NUMPY) as error:
         raise SettingsError(f"{setting}: {path}: cannot be read") from error
-    expected = model.state_dict()
     for name in dict.fromkeys((*expected, *found)):
         for form in (_shape, _dtype):
             there, here = form(found.get(name)), form(expected.get(name))
@@ -230,15 +239,20 @@ def _reading(
 
 
 def _metadata(path: Path) -> dict[str, str]:
-    with safe_open(path, framework="pt") as file:
+    with safe_open(path, framework="np") as file:
         return dict(file.metadata() or {})
 
 
-def _first_not_finite(path: Path) -> str | None:
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - it is not a mapping
-            if not is_finite(file.get_tensor(name)):
-                return str(name)
+def _first_not_finite(path: Path, framework: str = "np") -> str | None:
+    try:
+        with safe_open(path, framework=framework) as file:
+            for name in file.keys():  # noqa: SIM118 - it is not a mapping
+                if not is_finite(file.get_tensor(name)):
+                    return str(name)
+    except _NOT_OF_NUMPY:
+        if framework == "pt":
+            raise
+        return _first_not_finite(path, "pt")
     return None
 
 
@@ -247,11 +261,11 @@ def _check_finite(spoilt: str | None, path: Path, setting: str) -> None:
         raise SettingsError(f"{setting}: {path}: tensor {spoilt!r} holds NaN or infinity")
 
 
-def _dtype(tensor: Tensor | None) -> str:
+def _dtype(tensor: Any) -> str:
     return "absent" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
 
-def _shape(tensor: Tensor | None) -> str:
+def _shape(tensor: Any) -> str:
     if tensor is None:
         return "absent"
     return " x ".join(map(str, tensor.shape)) or "a single number"
@@ -308,7 +322,7 @@ class TrainedModel:
     def encoder(self) -> FeatureEncoder | None:
         return self.saved.encoder
 
-    def put_into(self, model: nn.Module) -> None:
+    def put_into(self, model: "nn.Module") -> None:
         self.saved.put_into(model)
         model.eval()
 

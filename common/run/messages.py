@@ -42,7 +42,7 @@ class Activation:
     """The passive party's output at the cut layer for one batch."""
 
     batch: BatchId
-    values: Tensor  # (rows, *cut_shape)
+    values: Tensor  # (rows, *cut_shape); of a party without a network, an array
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Answer:
     values: DefendedGradient  # (rows, *cut_shape)
 
 
-def bytes_of(values: Tensor) -> bytes:
+def bytes_of(values: Tensor | NDArray[np.uint8]) -> bytes:
     """Return the bytes of a message of an oblivious transfer."""
-    return values.numpy().tobytes()
+    return np.asarray(values).tobytes()
 
 
 def tensor_of(message: bytes) -> Tensor:
@@ -146,4 +146,5 @@ class Embedded(NamedTuple):
 
     known: NDArray[np.bool_]  # whether it answers for an id, (ids,)
     values: Tensor
-    """The activations of the known ids only, in their order, (known ids, *cut_shape)."""
+    """The activations of the known ids only, in their order, (known ids, *cut_shape); of a party
+    without a network, an array."""

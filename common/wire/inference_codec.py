@@ -16,13 +16,11 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
-from torch import Tensor
 
 from splitveil.common.errors import ContractMismatch, InvalidMessage, TooLarge
 from splitveil.common.run.contract import DTYPE_BYTES, Contract
@@ -36,8 +34,16 @@ from splitveil.common.wire.limits import (
     RUN_ID_PATTERN,
     TAG_BYTES,
 )
-from splitveil.common.wire.tensor_codec import TORCH_DTYPES, WIRE_DTYPES, TensorLimits
+from splitveil.common.wire.tensor_codec import (
+    WIRE_DTYPES,
+    TensorLimits,
+    bytes_of_values,
+    torch_dtype,
+)
 from splitveil.protos import split_learning_pb2 as pb
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEADER_BYTES = 65_536
 """Bytes of a message that are left to everything beside a tensor's or the ids' own bytes."""
@@ -132,13 +138,13 @@ def decode_ids(request: pb.EmbedRequest, max_ids: int) -> list[str]:
 
 
 def encode_embedded(number: int, embedded: Embedded, limits: TensorLimits) -> pb.EmbedReply:
-    values = embedded.values.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
+    values = embedded.values
     return pb.EmbedReply(
         number=number,
         known=np.packbits(embedded.known, bitorder="little").tobytes(),
         dtype=WIRE_DTYPES[limits.dtype],
         shape=values.shape,
-        data=values.view(torch.uint8).numpy().tobytes() if len(values) else b"",
+        data=bytes_of_values(values, limits.dtype).tobytes() if len(values) else b"",
     )
 
 
@@ -166,11 +172,13 @@ def decode_embedded(
 
 def _decode_values(
     data: bytes, shape: tuple[int, ...], limits: TensorLimits, name: str = "values"
-) -> Tensor:
+) -> "Tensor":
+    import torch  # noqa: PLC0415 - the party that serves decodes none
+
     if not data:
-        return torch.zeros(shape, dtype=TORCH_DTYPES[limits.dtype])
+        return torch.zeros(shape, dtype=torch_dtype(limits.dtype))
     # The copy makes the tensor writable and independent of the message's memory.
-    flat = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(TORCH_DTYPES[limits.dtype])
+    flat = torch.from_numpy(np.frombuffer(data, np.uint8).copy()).view(torch_dtype(limits.dtype))
     values = flat.view(shape)
     if not bool(torch.isfinite(values).all()):
         raise InvalidMessage(f"{name}: expected finite numbers, got NaN or infinity")
@@ -203,10 +211,9 @@ def rows_of_a_reply(contract: Contract) -> int:
     return min(CHUNK_IDS, space // row_bytes)
 
 
-def seal(secrets: Sequence[Secret], values: Tensor, limits: TensorLimits) -> pb.TableReply:
-    """Encode some rows' activations, (rows, *cut_shape)."""
-    plain = values.detach().to("cpu", TORCH_DTYPES[limits.dtype]).contiguous()
-    rows = plain.view(len(secrets), -1).view(torch.uint8).numpy()
+def seal(secrets: Sequence[Secret], values: Any, limits: TensorLimits) -> pb.TableReply:
+    """Encode some rows' activations, (rows, *cut_shape), a tensor or an array."""
+    rows = bytes_of_values(values, limits.dtype).reshape(len(secrets), -1)
     sealed = [
         ChaCha20Poly1305(secret.key).encrypt(_NONCE, row.tobytes(), None)
         for secret, row in zip(secrets, rows, strict=True)
@@ -241,5 +248,5 @@ def open_row(sealed: bytes, key: bytes) -> bytes:
         raise InvalidMessage("rows: one was sealed with another key than that of its tag") from None
 
 
-def decode_rows(rows: Sequence[bytes], limits: TensorLimits) -> Tensor:
+def decode_rows(rows: Sequence[bytes], limits: TensorLimits) -> "Tensor":
     return _decode_values(b"".join(rows), (len(rows), *limits.cut_shape), limits, "rows")

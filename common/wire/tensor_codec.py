@@ -11,12 +11,11 @@ the generated class only because that class copies the payload two more times on
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-import torch
 from google.protobuf.message import DecodeError
-from torch import Tensor
+from numpy.typing import NDArray
 
 from splitveil.common.errors import InvalidMessage, ProtocolError, TooLarge
 from splitveil.common.run.contract import DTYPE_BYTES, MAX_TRANSFER_BYTES, Contract, CutDtype
@@ -24,6 +23,10 @@ from splitveil.common.run.messages import Activation, Answer, BatchId, DefendedG
 from splitveil.common.wire.limits import TENSOR_HEADER_BYTES, check_fields
 from splitveil.common.wire.small_messages import SPLIT_TO_WIRE, split_from_wire
 from splitveil.protos import split_learning_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 _DATA_TAG = b"\x7a"  # field 15, wire type 2 (length-delimited)
 _VARINT, _FIXED64, _LENGTH_DELIMITED, _FIXED32 = 0, 1, 2, 5
@@ -124,11 +127,6 @@ def _varint(value: int) -> bytes:
     return bytes(encoded)
 
 
-TORCH_DTYPES: dict[CutDtype, torch.dtype] = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 WIRE_DTYPES: dict[CutDtype, pb.DType] = {
     "float32": pb.DTYPE_FLOAT32,
     "float16": pb.DTYPE_FLOAT16,
@@ -164,8 +162,15 @@ class TensorLimits:
         )
 
 
+def torch_dtype(dtype: CutDtype) -> "torch.dtype":
+    import torch  # noqa: PLC0415 - a party without a network needs none
+
+    found: torch.dtype = getattr(torch, dtype)
+    return found
+
+
 def encode_activation(activation: Activation, limits: TensorLimits) -> Iterator[Frame]:
-    """Encode an activation, (rows, *cut_shape), of any float dtype and on any device."""
+    """Encode an activation, (rows, *cut_shape): an array, or a tensor on any device."""
     return _encode(activation.batch, activation.values, limits)
 
 
@@ -174,11 +179,22 @@ def encode_answer(answer: Answer, limits: TensorLimits) -> Iterator[Frame]:
     return _encode(answer.batch, answer.values, limits)
 
 
-def _encode(batch: BatchId, tensor: Tensor, limits: TensorLimits) -> Iterator[Frame]:
+def bytes_of_values(values: "Tensor | NDArray[Any]", dtype: CutDtype) -> NDArray[np.uint8]:
+    """Return numbers as they travel, (bytes,)."""
+    if isinstance(values, np.ndarray) and dtype != "bfloat16":  # which NumPy does not have
+        return np.ascontiguousarray(values, dtype).reshape(-1).view(np.uint8)
+    import torch  # noqa: PLC0415 - see ``torch_dtype``
+
+    plain = torch.as_tensor(values).detach().to("cpu", torch_dtype(dtype))
+    return plain.reshape(-1).view(torch.uint8).numpy()
+
+
+def _encode(
+    batch: BatchId, values: "Tensor | NDArray[Any]", limits: TensorLimits
+) -> Iterator[Frame]:
     is_bytes = SPLIT_TO_WIRE[batch.split] in _BYTES
-    dtype = torch.uint8 if is_bytes else TORCH_DTYPES[limits.dtype]
-    values = tensor.detach().to("cpu", dtype).contiguous()
-    payload = values.view(torch.uint8).numpy().reshape(-1).data
+    flat = np.asarray(values).reshape(-1) if is_bytes else bytes_of_values(values, limits.dtype)
+    payload = flat.data
     size = len(payload) if len(payload) <= limits.unchunked_bytes else limits.chunk_bytes
     for offset in range(0, max(len(payload), 1), max(size, 1)):
         fields = pb.TensorFrame(
@@ -207,11 +223,14 @@ class TensorAssembler(Generic[MessageT]):
     def __init__(
         self,
         limits: TensorLimits,
-        build: Callable[[BatchId, Tensor], MessageT],
+        build: Callable[[BatchId, Any], MessageT],
         *,
         most_label_values: int = 0,
+        as_arrays: bool = False,
     ) -> None:
+        """Take a function that builds messages of tensors, or of arrays."""
         self._limits = limits
+        self._as_arrays = as_arrays
         self._most_label_values = most_label_values
         self._build = build
         self._begun: pb.TensorFrame | None = None
@@ -219,14 +238,14 @@ class TensorAssembler(Generic[MessageT]):
         self._received = 0
 
     @staticmethod
-    def of_answers(limits: TensorLimits) -> "TensorAssembler[Answer]":
+    def of_answers(limits: TensorLimits, *, as_arrays: bool = False) -> "TensorAssembler[Answer]":
         # Of noisy labels, a bottom model has a score for each class but one.
         most = math.prod(limits.cut_shape) + 1
 
-        def received(batch: BatchId, values: Tensor) -> Answer:
+        def received(batch: BatchId, values: Any) -> Answer:
             return Answer(batch, DefendedGradient(values))  # it has left the active party already
 
-        return TensorAssembler(limits, received, most_label_values=most)
+        return TensorAssembler(limits, received, most_label_values=most, as_arrays=as_arrays)
 
     def add(self, frame: Frame) -> MessageT | None:
         """Take a frame; return the message if it is complete, or raise ProtocolError."""
@@ -279,15 +298,24 @@ class TensorAssembler(Generic[MessageT]):
             )
 
     def _finish(self, fields: pb.TensorFrame, data: memoryview) -> MessageT:
-        dtype = torch.uint8 if fields.split in _BYTES else TORCH_DTYPES[self._limits.dtype]
-        # The copy makes the tensor writable and independent of the message's memory, and gives it
-        # torch's alignment: the bits of a product may depend on it.
-        values = torch.empty(*fields.shape, dtype=dtype)
-        values.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(data, dtype=np.uint8)
-        # One NaN or infinity makes the sum NaN or infinite, and a sum takes a fiftieth of the time.
-        # The sum of large finite values may overflow as well, so only a finite one decides.
-        total = values.sum(dtype=torch.float32).item()
-        if not (math.isfinite(total) or torch.isfinite(values).all()):
+        is_bytes, shape, dtype = fields.split in _BYTES, tuple(fields.shape), self._limits.dtype
+        values: Any
+        if self._as_arrays and (is_bytes or dtype != "bfloat16"):
+            values = np.frombuffer(data, np.uint8 if is_bytes else dtype).reshape(shape).copy()
+            is_finite = bool(np.isfinite(values).all())
+        else:
+            import torch  # noqa: PLC0415 - see ``torch_dtype``
+
+            # The copy makes the tensor writable and independent of the message's memory, and gives
+            # it torch's alignment: the bits of a product may depend on it.
+            values = torch.empty(shape, dtype=torch.uint8 if is_bytes else torch_dtype(dtype))
+            values.view(torch.uint8).numpy().reshape(-1)[:] = np.frombuffer(data, dtype=np.uint8)
+            # One NaN or infinity makes the sum NaN or infinite, and a sum takes a fiftieth of the
+            # time. The sum of large finite values may overflow, so only a finite one decides.
+            total = values.sum(dtype=torch.float32).item()
+            is_finite = math.isfinite(total) or bool(torch.isfinite(values).all())
+            values = values.float().numpy() if self._as_arrays else values
+        if not is_finite:
             raise InvalidMessage("values: expected finite numbers, got NaN or infinity")
         batch = BatchId(
             fields.run_id,

@@ -12,18 +12,16 @@ import grpc
 import numpy as np
 
 from splitveil.common.alignment.buckets import padded_size
+from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.errors import InvalidMessage, PeerUnreachable, SettingsError
-from splitveil.common.models.device import device_in_words
-from splitveil.common.models.factory import Trial, build_bottom_model, lone_row_in_words
-from splitveil.common.models.optimizers import build_optimizer
-from splitveil.common.models.settings import bins_of
+from splitveil.common.models.components import ComponentsBottom
+from splitveil.common.models.settings import PcaModel, bins_of
 from splitveil.common.party import command_line
 from splitveil.common.party.command_line import Check
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.endpoint import status_checks
 from splitveil.common.party.party_data import PartyData, form_of_own_ids, open_earlier_model
-from splitveil.common.privacy.custom_attacks import try_custom_attacks
-from splitveil.common.record.model_files import PretrainedWeights
+from splitveil.common.record.model_files import EarlierModel, PretrainedWeights
 from splitveil.common.run.contract import DTYPE_BYTES, PipelineDepth
 from splitveil.common.wire import limits, probes
 from splitveil.common.wire.connection import PeerConnection
@@ -200,21 +198,9 @@ def check(parsed: argparse.Namespace) -> None:
         encoder = data.fit(np.arange(len(data.ids)), earlier, bins_of(settings.bottom_model))
         if encoder is None:
             raise SettingsError("data.features: the passive party needs features")
-        contract, device = settings.contract, command_line.device_of(settings)
+        contract = settings.contract
         padded_size(len(data.ids), contract.alignment.buckets, contract.alignment.max_set_size)
-        build = partial(
-            build_bottom_model,
-            settings.bottom_model,
-            encoder,
-            contract.cut_shape,
-            seed=settings.model_seed,
-        )
-        model = build(trial=Trial((contract.batch_size,), device))
-        build_optimizer(settings.optimizer, model)  # has the model what rates names?
-        but = "" if contract.drop_last else lone_row_in_words(build, device)
-        PretrainedWeights.open(settings.bottom_model, settings.base_dir).put_into(model)
-        if earlier is not None:
-            earlier.put_into(model)
+        but = _tried(settings, encoder, earlier)
         fits = f"the bottom model fits them{but}"
         return f"data: {data.summary(contract)}; {fits}; {data.table.id_report.in_words()}"
 
@@ -224,6 +210,8 @@ def check(parsed: argparse.Namespace) -> None:
 
     details, adversary = [*status_checks(settings.status), labels], settings.adversary
     if adversary is not None and adversary.custom_attacks:
+        from splitveil.common.privacy.custom_attacks import try_custom_attacks  # noqa: PLC0415
+
         shape = settings.contract.cut_shape
         details.append(
             lambda: (
@@ -233,7 +221,7 @@ def check(parsed: argparse.Namespace) -> None:
     parts: list[Iterable[Check]] = [
         [
             connection,
-            lambda: f"device: {device_in_words(command_line.device_of(settings))}",
+            lambda: f"device: {command_line.device_in_words(command_line.device_of(settings))}",
             data_and_model,
         ]
     ]
@@ -244,6 +232,28 @@ def check(parsed: argparse.Namespace) -> None:
     command_line.report_check(
         settings, parsed, parts, details, f"splitveil {then.format(parsed.settings)}"
     )
+
+
+def _tried(settings: PassiveSettings, encoder: FeatureEncoder, earlier: EarlierModel | None) -> str:
+    """Try the model on the columns, and return what a last batch of one row needs, in words."""
+    contract, chosen = settings.contract, settings.bottom_model
+    if isinstance(chosen, PcaModel) and not settings.has_network:
+        if earlier is not None:
+            earlier.put_into(ComponentsBottom(chosen, encoder.shapes, contract.cut_shape))
+        return ""
+    # Only a network needs torch.
+    from splitveil.common.models.factory import Trial, lone_row_in_words  # noqa: PLC0415
+    from splitveil.common.models.optimizers import build_optimizer  # noqa: PLC0415
+    from splitveil.passive_party.bottom_trainer import fresh_model  # noqa: PLC0415
+
+    device = command_line.device_of(settings)
+    build = partial(fresh_model, settings, encoder)
+    model = build(trial=Trial((contract.batch_size,), device))
+    build_optimizer(settings.optimizer, model)  # has the model what rates names?
+    PretrainedWeights.open(chosen, settings.base_dir).put_into(model)
+    if earlier is not None:
+        earlier.put_into(model)
+    return "" if contract.drop_last else lone_row_in_words(build, device)
 
 
 def _peer_state(settings: PassiveSettings) -> str:

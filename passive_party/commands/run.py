@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +22,6 @@ from splitveil.common.party.endpoint import serving_status
 from splitveil.common.party.interruption import Interruption
 from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_status import RunStatus
-from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.assessment import print_summary
 from splitveil.common.record.progress import ProgressBar
 from splitveil.common.record.run_folder import end_of, mark_as_ended
@@ -34,7 +34,7 @@ from splitveil.common.run.progress import Phases
 from splitveil.common.text.wording import VERSION
 from splitveil.common.wire.connection import FIRST_WAIT_S
 from splitveil.passive_party import assembly
-from splitveil.passive_party.bottom_trainer import BottomTrainer
+from splitveil.passive_party.components_trainer import ComponentsTrainer
 from splitveil.passive_party.exposure_plan import remedy_of
 from splitveil.passive_party.feature_exposure import Sample, SentInEpochs, measure_exposure
 from splitveil.passive_party.grpc_peer import Connect, checked_connection, idle_peer
@@ -63,14 +63,20 @@ def run(parsed: argparse.Namespace) -> bool:
     """
     settings: PassiveSettings = parsed.loaded
     train = partial(_take_part, fresh=parsed.fresh)
-    run_as_party(settings, ("bottom_model", "adversary"), assembly.learner_of_rank, train)
+    learner_of_rank: Any = None
+    if settings.has_network:
+        from splitveil.passive_party.bottom_trainer import learner_of_rank  # noqa: PLC0415
+    run_as_party(settings, ("bottom_model", "adversary"), learner_of_rank, train)
     return end_of(settings.run_folder(settings.folder_name())) is not None
 
 
 def _take_part(settings: PassiveSettings, process: Process, *, fresh: bool) -> None:
     connect, interruption = checked_connection(settings), process.interruption
     open_earlier_model(settings)
-    try_custom_attacks(settings.adversary, settings.contract.cut_shape)
+    if settings.adversary is not None:
+        from splitveil.common.privacy.custom_attacks import try_custom_attacks  # noqa: PLC0415
+
+        try_custom_attacks(settings.adversary, settings.contract.cut_shape)
     status = RunStatus(settings.party, settings.contract)
     with serving_status(status, settings.status, interruption):
         data = command_line.read_data(settings, process)
@@ -193,7 +199,7 @@ def _train(
 
 def try_to_measure(
     folder: Path,
-    trainer: BottomTrainer | None,
+    trainer: ComponentsTrainer | None,
     encoder: FeatureEncoder | None,
     own_rows: int,
     sample: Sample | None,

@@ -2,22 +2,21 @@
 
 import secrets
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from splitveil.common.alignment import ristretto
-from splitveil.common.data.features import FeatureShapes
+from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.stored_ids import ABSENT
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import InvalidMessage
-from splitveil.common.models.blocks import predict_in_blocks
-from splitveil.common.models.factory import build_bottom_model
+from splitveil.common.models.components import ComponentsBottom
+from splitveil.common.models.settings import PcaModel
 from splitveil.common.party.party_data import ServedRows
 from splitveil.common.party.party_status import Drift
 from splitveil.common.record.model_files import TrainedModel
@@ -28,9 +27,14 @@ from splitveil.common.wire.tensor_codec import TensorLimits
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def load_bottom(settings: PassiveSettings) -> tuple[TrainedModel, nn.Module]:
+
+def load_bottom(settings: PassiveSettings) -> tuple[TrainedModel, "nn.Module"]:
     """Load the bottom model that a run has left, in eval mode on the CPU."""
+    from splitveil.common.models.factory import build_bottom_model  # noqa: PLC0415 - it needs torch
+
     contract = settings.contract
     trained = TrainedModel.open(settings.run_folder(settings.folder_name()), contract)
     model = build_bottom_model(
@@ -43,39 +47,55 @@ def load_bottom(settings: PassiveSettings) -> tuple[TrainedModel, nn.Module]:
     return trained, model
 
 
+def _embedding_of(
+    settings: PassiveSettings, device: Any
+) -> tuple[TrainedModel, Callable[[Features], Any]]:
+    """Return the saved model, and a function that computes activations, with the run's bits."""
+    contract, chosen = settings.contract, settings.bottom_model
+    if isinstance(chosen, PcaModel) and not settings.has_network:
+        trained = TrainedModel.open(settings.run_folder(settings.folder_name()), contract)
+        shapes = FeatureShapes() if trained.encoder is None else trained.encoder.shapes
+        computed = ComponentsBottom(chosen, shapes, contract.cut_shape)
+        trained.saved.put_into(computed)
+        return trained, computed
+    from splitveil.common.models.blocks import predict_in_blocks  # noqa: PLC0415 - it needs torch
+
+    trained, model = load_bottom(settings)
+    model.to(device)
+    return trained, lambda features: predict_in_blocks(model, features.to(device))
+
+
 class ServedModel:
     """Answers ids with activations. Several threads may ask; one at a time is answered."""
 
     def __init__(
         self,
         identity: ModelIdentity,
-        model: nn.Module,
+        embedding: Callable[[Features], Any],
         rows: ServedRows,
         cut_shape: Sequence[int],
-        device: torch.device,
         metadata: Mapping[str, str],
     ) -> None:
         self.identity = identity
         self.metadata = metadata
         self.drift: Drift | None = None  # of the rows that are asked for
         self.rows = rows
-        self._model = model.to(device)
+        self._embedding = embedding
         self._cut_shape = tuple(cut_shape)
-        self._device = device
         self._computing = threading.Lock()
 
     @classmethod
     def load(
-        cls, settings: PassiveSettings, device: torch.device, table: Path | None = None
+        cls, settings: PassiveSettings, device: Any, table: Path | None = None
     ) -> "ServedModel":
-        trained, model = load_bottom(settings)
+        trained, embedding = _embedding_of(settings, device)
         rows = ServedRows.load(settings, trained.encoder, table)
         allowed = settings.answers.allowed_ids
         if allowed is not None:
             path = expand_path("answers.allowed_ids", allowed, settings.base_dir)
             rows.serve_only(read_id_list(path, settings.data, settings.contract.ids).ids)
         said, cut_shape = trained.saved.metadata, settings.contract.cut_shape
-        return cls(trained.identity, model, rows, cut_shape, device, said)
+        return cls(trained.identity, embedding, rows, cut_shape, said)
 
     def embed(self, ids: Sequence[str]) -> Embedded:
         """Return the activations of known ids, the same bits whatever is asked for beside them."""
@@ -85,12 +105,12 @@ class ServedModel:
             self.drift.note(rows[known])
         return Embedded(known, self.activations(rows[known]))
 
-    def activations(self, rows: NDArray[np.int64]) -> Tensor:
+    def activations(self, rows: NDArray[np.int64]) -> Any:
+        """Return a tensor, or of a party without a network an array."""
         if not len(rows):
-            return torch.zeros(0, *self._cut_shape)
+            return np.zeros((0, *self._cut_shape), np.float32)
         with self._computing:
-            features = self.rows.features_of(rows).to(self._device)
-            return predict_in_blocks(self._model, features)
+            return self._embedding(self.rows.features_of(rows))
 
 
 class SealedTable:

@@ -119,7 +119,7 @@ class InProcessPeer:
                 raise self._failure
 
     def send_activation(self, activation: messages.Activation) -> None:
-        self._sent.append(activation)
+        self._sent.append(_of_tensor(activation))
 
     def receive_gradient(self) -> messages.Answer:
         if not self._sent:
@@ -136,7 +136,7 @@ class InProcessPeer:
         return reply
 
     def send_held_out(self, activation: messages.Activation) -> None:
-        self._held_out.append(activation)
+        self._held_out.append(_of_tensor(activation))
 
     def receive_course(self) -> messages.Course:
         course = self.evaluate(self._held_out[0])
@@ -183,6 +183,13 @@ class InProcessPeer:
 
     def _is_connected(self, session: ActiveSession) -> Callable[[], bool]:
         return lambda: session is self.session
+
+
+def _of_tensor(activation: messages.Activation) -> messages.Activation:
+    """Return an activation as the wire hands it over, which takes arrays, too."""
+    values = torch.as_tensor(activation.values)
+    # Copied: of no values, an array has other strides than a tensor.
+    return replace(activation, values=torch.empty(values.shape, dtype=values.dtype).copy_(values))
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+import torch
 from pyarrow import parquet
 
 from splitveil.active_party.predict.embed_client import EmbedClient
@@ -47,7 +48,8 @@ class LocalEmbedder:
 
     def submit(self, ids: Sequence[str]) -> "Future[Embedded]":
         answer: Future[Embedded] = Future()
-        answer.set_result(self._served.embed(ids))
+        known, values = self._served.embed(ids)
+        answer.set_result(Embedded(known, torch.as_tensor(values)))
         return answer
 
     def check_model(self) -> None:

@@ -110,11 +110,11 @@ class Half(NamedTuple):
             parquet.write_table(as_table(table, "table"), path)
         rows = ServedRows.load(self.settings, self.encoder, path)
         if ids is None:
-            return rows.features_of(rows.served())
+            return rows.features_of(rows.served()).to("cpu")
         found = rows.rows_of([as_text(one) for one in ids])
         if missing := int((found == ABSENT).sum()):
             raise DataError(f"{rows.source}: {missing:,} of {len(found):,} ids have no row")
-        return rows.features_of(found)
+        return rows.features_of(found).to("cpu")
 
     def export(self, path: Path, kind: Format) -> None:
         """Write the half as a program of tensors by name, and its encoder as JSON beside it."""

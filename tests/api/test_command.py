@@ -151,6 +151,18 @@ def test_a_mistake_is_found_before_anything_is_imported_that_takes_long(
     assert done.stdout.splitlines()[-1] == "heavy []"
 
 
+@pytest.mark.parametrize("command", ["check", "plan"])
+def test_a_feature_owner_of_one_pass_imports_no_network(command: str, folder: Path) -> None:
+    """Neither torch nor scikit-learn: a table, its codes and a product."""
+    changed = ["contract.exchange=one_shot", "bottom_model={kind: pca}", "adversary=null"]
+    words = [word for one in changed for word in ("--set", one)]
+    done = run_saying_what_is_heavy([command, str(folder / "passive.yaml"), *words])
+    assert done.returncode == 0, done.stdout
+    found = done.stdout.splitlines()[-1]
+    assert "pyarrow" in found  # it did its work
+    assert not {"'torch'", "'sklearn'", "'scipy'"} & {*found[7:-1].split(", ")}
+
+
 def run_saying_what_is_heavy(words: list[str]) -> subprocess.CompletedProcess[str]:
     code = (
         "import sys, atexit, splitveil\n"

@@ -91,7 +91,7 @@ def test_sequences_are_padded_and_cut_and_gaps_are_empty(
     assert found.lengths.tolist() == [*lengths, lengths[0]]
     assert found.categorical is None
     assert encoder.shapes.num_tokens == (7, 8)
-    first = found.rows(torch.tensor([1])).tensors()
+    first = found.rows(torch.tensor([1])).parts()
     assert torch.equal(first[0], found.tokens[1:2])
     for name in ("note", "visits"):
         assert f"column {name!r}: 1 of 3 sequences are longer than max_length" in caplog.text

@@ -21,7 +21,7 @@ from splitveil.active_party.http.own_features import GivenFeatures
 from splitveil.active_party.http.programs import Unusable
 from splitveil.common.data import features as features_module
 from splitveil.common.data import sources
-from splitveil.common.data.features import FeatureEncoder, RowEncoder
+from splitveil.common.data.features import FeatureEncoder
 from splitveil.common.data.settings import DataSettings, FeatureSettings
 from splitveil.common.data.table_files import settings_for, source_of, unseen_numbers
 from splitveil.common.errors import DataError, SettingsError
@@ -455,9 +455,6 @@ def test_another_table_is_read_for_a_model_as_its_own_was(
     other = PartyData.load(chosen, tmp_path)
     assert set(other.table.numeric) == {"x.year", "t.year", "t.month"}
     rows = np.arange(count)
-    if other.table.is_on_disk:
-        found = RowEncoder(encoder, other.table)(rows)
-    else:
-        found = encoder.transform(other.table, rows)
+    found = encoder.transform(other.table, rows)
     assert found.numeric is not None
     assert torch.equal(found.numeric, numbers)

@@ -4,11 +4,9 @@ import math
 
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 from scipy.stats import multivariate_normal
 from sklearn.linear_model import Ridge as ReferenceRidge
-from torch import Tensor
 
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import InvalidMessage, SettingsError
@@ -23,13 +21,13 @@ SIGNAL = (X[:, 0] + 0.5 * X[:, 1]) / 5**0.5
 
 
 def fitted(targets: NDArray[np.float64], codes: NDArray[np.int64] | None = None) -> Ridge:
-    joined = torch.from_numpy(np.column_stack([np.ones(ROWS), X, targets]))
+    joined = np.column_stack([np.ones(ROWS), X, targets])
     return Ridge(statistics_of_labels(joined.T @ joined, CODES), codes)
 
 
 def scores(ridge: Ridge) -> NDArray[np.float64]:
     weight, bias = ridge.function()
-    found: NDArray[np.float64] = (torch.from_numpy(X) @ weight + bias).numpy()[:, 0]
+    found: NDArray[np.float64] = (X @ weight + bias)[:, 0]
     return found
 
 
@@ -58,7 +56,7 @@ def test_columns_that_tell_more_of_noisy_labels_have_more_evidence() -> None:
 
 
 def test_a_constant_code_counts_for_nothing() -> None:
-    joined = torch.from_numpy(np.column_stack([np.ones((ROWS, 2)), X[:, 0], SIGNAL]))
+    joined = np.column_stack([np.ones((ROWS, 2)), X[:, 0], SIGNAL])
     weight, _ = Ridge(statistics_of_labels(joined.T @ joined, 2)).function()
     assert abs(weight[0]) < 1e-9
     assert weight[1] > 0.5
@@ -67,13 +65,14 @@ def test_a_constant_code_counts_for_nothing() -> None:
 # ---- sums ---------------------------------------------------------------------------------------
 
 COLUMNS = tuple(f"x{number}" for number in range(6))
-PLACES = Features(torch.from_numpy(DRAWN.uniform(0, 8, size=(ROWS, 6))).float())
-PROBABLE = 1 / (1 + np.exp(-(PLACES.numeric[:, 0] - PLACES.numeric[:, 1]).numpy()))  # type: ignore[index]
+OF_COLUMNS = DRAWN.uniform(0, 8, size=(ROWS, 6)).astype(np.float32)
+PLACES = Features(OF_COLUMNS)
+PROBABLE = 1 / (1 + np.exp(-(OF_COLUMNS[:, 0] - OF_COLUMNS[:, 1])))
 LABELS = (DRAWN.random(ROWS) < PROBABLE).astype(np.float64)
 NOISE_RATIO = 2.8
 
 
-def ready(max_column_share: float | None = None) -> tuple[ComponentsBottom, Tensor]:
+def ready(max_column_share: float | None = None) -> tuple[ComponentsBottom, NDArray[np.float64]]:
     shapes = FeatureShapes(numeric_dim=6, bins=(8,) * 6)
     settings = ScoreModel(kind="score", max_column_share=max_column_share)
     model = ComponentsBottom(settings, shapes, (1,))
@@ -88,10 +87,9 @@ def sums_of(model: ComponentsBottom, values: NDArray[np.float64]) -> NDArray[np.
 
 def fitted_to_sums(sums: NDArray[np.float64], sigma: float) -> NDArray[np.float64]:
     model, moments = ready()
-    halves = [PLACES.rows(torch.arange(ROWS // 2)), PLACES.rows(torch.arange(ROWS // 2, ROWS))]
+    halves = [PLACES.rows(slice(ROWS // 2)), PLACES.rows(slice(ROWS // 2, ROWS))]
     model.fit_sums(lambda: iter(halves), sums, sigma, moments, COLUMNS)
-    found: NDArray[np.float64] = model(PLACES).detach().numpy()[:, 0]
-    return found
+    return model(PLACES)[:, 0].astype(np.float64)
 
 
 def test_a_score_from_sums_is_the_mean_of_the_weights_that_its_noise_leaves_open() -> None:
@@ -101,11 +99,9 @@ def test_a_score_from_sums_is_the_mean_of_the_weights_that_its_noise_leaves_open
     labels = (SIGNAL > 0.8).astype(float)
     ones = np.column_stack([bits, np.ones(ROWS)])
     released = ones.T @ labels + np.random.default_rng(3).normal(scale=sigma, size=13)
-    joined = torch.from_numpy(np.column_stack([np.ones(ROWS), codes, bits]))
-    statistics = statistics_of_sums(
-        joined.T @ joined, 8, torch.from_numpy(released[:, None]), sigma
-    )
-    weight = Ridge(statistics).function()[0].numpy()[:, 0]
+    joined = np.column_stack([np.ones(ROWS), codes, bits])
+    statistics = statistics_of_sums(joined.T @ joined, 8, released[:, None], sigma)
+    weight = Ridge(statistics).function()[0][:, 0]
 
     p = released[-1] / ROWS
     deviation = math.sqrt(p * (1 - p))
@@ -132,21 +128,21 @@ def test_sums_without_noise_give_back_what_is_linear_in_the_codes() -> None:
     model = ComponentsBottom(settings, shapes, (3,))
     moments = model.before_labels(lambda: iter([PLACES]))
     weights = np.column_stack([np.arange(6), np.arange(6)[::-1] ** 2]) / 400
-    values = PLACES.numeric.double().numpy() @ weights  # type: ignore[union-attr]
+    values = OF_COLUMNS.astype(np.float64) @ weights
     sums = np.column_stack([sums_of(model, of_one) for of_one in values.T])
     model.fit_sums(lambda: iter([PLACES]), sums, 0.0, moments, COLUMNS)
-    found = model(PLACES).detach().numpy()
+    found = model(PLACES)
     for target in range(2):
         assert np.corrcoef(found[:, target], values[:, target])[0, 1] > 0.999
     component = ComponentsBottom(PcaModel(kind="pca"), shapes, (1,))
     component.fit(lambda: iter([PLACES]), is_final=True)
-    assert np.allclose(found[:, 2], component(PLACES).detach().numpy()[:, 0], atol=1e-5)
+    assert np.allclose(found[:, 2], component(PLACES)[:, 0], atol=1e-5)
 
 
 def test_a_table_of_few_rows_has_fewer_bits_because_each_adds_to_the_noise() -> None:
     model, _ = ready()
     many = model.num_bits
-    model.before_labels(lambda: iter([PLACES.rows(torch.arange(300))]))
+    model.before_labels(lambda: iter([PLACES.rows(slice(300))]))
     assert 0 < model.num_bits < many <= 6 * 8
 
 
@@ -160,7 +156,7 @@ def test_sums_lose_less_than_labels_that_are_noised_for_the_same_bound() -> None
         drawn = np.random.default_rng(seed)
         noisy = LABELS[:, None] + NOISE_RATIO * drawn.normal(size=(ROWS, 1))
         model.fit_score(PLACES, noisy.astype(np.float32), moments, COLUMNS)
-        of_labels = model(PLACES).detach().numpy()[:, 0]
+        of_labels = model(PLACES)[:, 0]
         of_sums = fitted_to_sums(sums + sigma * drawn.normal(size=sums.shape), sigma)
         for found, score in ((by_sums, of_sums), (by_labels, of_labels)):
             found.append(np.corrcoef(score, PROBABLE)[0, 1])
@@ -202,11 +198,11 @@ def test_labels_that_are_a_column_in_disguise_are_refused_by_its_owner() -> None
     model, moments = ready(max_column_share=0.7)
     sums, sigma = sums_of(model, LABELS), 10.0
     model.fit_sums(lambda: iter([PLACES]), sums, sigma, moments, COLUMNS)
-    honest = model.weight.clone()
-    column = (PLACES.numeric[:, 4] > 4).double().numpy()  # type: ignore[index]
+    honest = model.weight.copy()
+    column = (OF_COLUMNS[:, 4] > 4).astype(np.float64)
     with pytest.raises(SettingsError, match=r"max_column_share: 0.7; column x4 alone explains 0.9"):
         model.fit_sums(lambda: iter([PLACES]), sums_of(model, column), sigma, moments, COLUMNS)
-    assert torch.equal(model.weight, honest)
+    assert np.array_equal(model.weight, honest)
     noisy = column[:, None] + DRAWN.normal(size=(ROWS, 1))
     with pytest.raises(SettingsError, match="column x4 alone explains"):
         model.fit_score(PLACES, noisy.astype(np.float32), moments, COLUMNS)
@@ -217,14 +213,14 @@ def test_labels_that_are_a_column_in_disguise_are_refused_by_its_owner() -> None
         model.fit_sums(
             lambda: iter([PLACES]), sums_of(model, column) / 1e20, sigma, moments, COLUMNS
         )
-    assert torch.equal(model.weight, honest)
+    assert np.array_equal(model.weight, honest)
 
 
 def test_a_column_s_share_is_the_same_of_a_score_of_any_scale() -> None:
-    joined = torch.from_numpy(np.column_stack([np.ones(ROWS), X, SIGNAL]))
+    joined = np.column_stack([np.ones(ROWS), X, SIGNAL])
     statistics = statistics_of_labels(joined.T @ joined, CODES)
-    weight = torch.zeros(CODES, 1).double()
-    weight[:2, 0] = torch.tensor([1.0, 0.5])
-    first = statistics.share(weight, torch.tensor([0]))
+    weight = np.zeros((CODES, 1))
+    weight[:2, 0] = [1.0, 0.5]
+    first = statistics.share(weight, np.array([0]))
     assert first == pytest.approx(0.8, abs=0.02)
-    assert statistics.share(1e-20 * weight, torch.tensor([0])) == pytest.approx(first)
+    assert statistics.share(1e-20 * weight, np.array([0])) == pytest.approx(first)

@@ -3,7 +3,6 @@
 import numpy as np
 import numpy.typing as npt
 import pytest
-import torch
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 from sklearn.linear_model import Ridge
 from sklearn.neighbors import KNeighborsClassifier
@@ -55,14 +54,13 @@ def test_a_second_copy_without_a_column_gives_the_column_away(
     numbers = generator.normal(size=(2000, 8)) @ (np.eye(8) + 0.25)
     edges = np.quantile(numbers, np.linspace(0, 1, 17), axis=0).T
     places = [np.interp(x, at, np.arange(17)) for x, at in zip(numbers.T, edges, strict=True)]
-    every = torch.from_numpy(np.stack(places, axis=1)).float()
+    every = np.stack(places, axis=1).astype(np.float32)
     model = ComponentsBottom(PcaModel(kind="pca"), FeatureShapes(8, bins=(16,) * 8), (width,))
     model.fit(lambda: [Features(every)], is_final=True)
 
     def sent(first: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        changed = torch.cat([torch.from_numpy(first).float()[:, None], every[:, 1:]], dim=1)
-        found: npt.NDArray[np.float64] = model(Features(changed)).detach().double().numpy()
-        return found
+        changed = np.column_stack([first, every[:, 1:]]).astype(np.float32)
+        return model(Features(changed)).astype(np.float64)
 
     own, column = sent(places[0]), Column.of("first", "number", places[0])
     orders = [generator.permutation(2000) for _ in range(5)]

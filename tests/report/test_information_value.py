@@ -21,11 +21,10 @@ from splitveil.active_party.defenses.noisy_label import (
 )
 from splitveil.common.data.features import FeatureEncoder, Features, NumericScaler, Vocabulary
 from splitveil.common.models.components import ComponentsBottom
-from splitveil.common.models.data_parallel import Learner
 from splitveil.common.models.ridge import statistics_of_labels, statistics_of_sums
 from splitveil.common.models.settings import ScoreModel
-from splitveil.passive_party.bottom_trainer import BottomTrainer
 from splitveil.passive_party.commands import run
+from splitveil.passive_party.components_trainer import ComponentsTrainer
 from splitveil.passive_party.feature_exposure import Sample
 from splitveil.passive_party.information_value import (
     SMALL_LOSS,
@@ -164,7 +163,7 @@ def test_bins_that_say_nothing_are_joined_and_every_figure_is_finite() -> None:
 BINS = 8
 
 
-def summed(rows: int = 3000) -> tuple[BottomTrainer, FeatureEncoder, Features, Numbers]:
+def summed(rows: int = 3000) -> tuple[ComponentsTrainer, FeatureEncoder, Features, Numbers]:
     """Return a trainer with a score's bits of three numbers and a category, and rows' chances.
 
     The second number goes with the first, and says nothing beyond it; the third says nothing.
@@ -181,24 +180,20 @@ def summed(rows: int = 3000) -> tuple[BottomTrainer, FeatureEncoder, Features, N
         image=None,
         bins=tuple(map(tuple, edges.tolist())),
     )
-    features = Features(
-        torch.tensor(np.stack(places, axis=1), dtype=torch.float32), torch.tensor(2 + job[:, None])
-    )
+    features = Features(np.stack(places, axis=1).astype(np.float32), 2 + job[:, None])
     model = ComponentsBottom(ScoreModel(kind="score"), encoder.shapes, (1,))
     moments = model.before_labels(lambda: [features])
-    nothing: Any = None  # torch's optimizers import its compiler, for seconds
-    learner = Learner(model, nothing, nothing, torch.device("cpu"))
-    trainer = BottomTrainer(learner, features, before_labels=(moments, encoder.names))
+    trainer = ComponentsTrainer(model, features, before_labels=(moments, encoder.names))
     chances = 1 / (1 + np.exp(1.5 - 0.8 * x[:, 0] - 0.8 * (job == 2)))
     return trainer, encoder, features, chances
 
 
-def release_sums(trainer: BottomTrainer, bits: Any, labels: Any, seed: int) -> None:
+def release_sums(trainer: ComponentsTrainer, bits: Any, labels: Any, seed: int) -> None:
     """Release sums as a label owner does at a noise ratio of 1."""
     deviation = bits.shape[1] ** 0.5
     noise = deviation * np.random.default_rng(seed).normal(size=bits.shape[1])
-    sums = torch.from_numpy(bits.T @ labels + noise)[:, None]
-    trainer.released = torch.arange(len(labels)), sums, deviation
+    sums = (bits.T @ labels + noise)[:, None]
+    trainer.released = np.arange(len(labels)), sums, deviation
 
 
 def test_intervals_of_noisy_sums_cover_the_known_values_and_order_the_columns() -> None:
@@ -223,8 +218,8 @@ def test_intervals_of_noisy_sums_cover_the_known_values_and_order_the_columns() 
     assert min(covered.values()) >= 16
     generator = np.random.default_rng(3)  # by which b has the highest upper end
     labels = (generator.random(len(chances)) < chances) * 1.0
-    noisy = torch.from_numpy(labels + generator.normal(size=len(labels)))[:, None]
-    trainer.released = torch.arange(len(labels)), noisy, 0.0  # of the same charge
+    noisy = (labels + generator.normal(size=len(labels)))[:, None]
+    trainer.released = np.arange(len(labels)), noisy, 0.0  # of the same charge
     of_labels = {one.name: one for one in information_values(trainer, encoder)}
     lows = [one.low for one in of_labels.values()]
     assert lows == sorted(lows, reverse=True)  # an estimate that is only noisy comes last
@@ -240,9 +235,9 @@ def _members_of(name: str, features: Features, column: ColumnValue) -> npt.NDArr
     assert features.numeric is not None
     assert features.categorical is not None
     if name == "job":
-        members = features.categorical[:, 0].numpy() - 2
-        return members.clip(max=len(column.bins) - 1)
-    order = np.argsort(features.numeric[:, ("a", "b", "none").index(name)].numpy())
+        of_jobs: npt.NDArray[np.int64] = features.categorical[:, 0] - 2
+        return np.minimum(of_jobs, len(column.bins) - 1)
+    order = np.argsort(features.numeric[:, ("a", "b", "none").index(name)])
     members = np.empty(len(order), np.int64)
     members[order] = np.repeat(np.arange(len(column.bins)), [one.rows for one in column.bins])
     return members
@@ -250,7 +245,7 @@ def _members_of(name: str, features: Features, column: ColumnValue) -> npt.NDArr
 
 def test_a_release_of_several_classes_has_no_figures() -> None:
     trainer, encoder, *_ = summed(200)
-    trainer.released = torch.arange(200), torch.rand(200, 3), 0.0
+    trainer.released = np.arange(200), np.ones((200, 3)), 0.0
     assert information_values(trainer, encoder) == ()
 
 
@@ -310,20 +305,18 @@ def test_intervals_of_what_is_lost_cover_a_strong_a_twin_and_an_unrelated_column
     assert known["strong"] > 0.5
     assert max(abs(known[one]) for one in ("twin", "copy", "unrelated")) < 0.001
     every = np.column_stack([np.ones(ROWS), codes, codes])  # bits are the codes
-    products, counted = torch.from_numpy(every.T @ every), every[:, [*range(1, 21), 0]]
+    products, counted = every.T @ every, every[:, [*range(1, 21), 0]]
     deviation, covered = ratio * 21**0.5, Counter[str]()
     for _ in range(RELEASES):
         labels = (generator.random(ROWS) < chances) * 1.0
         if release == "sums":
             sums = counted.T @ labels + deviation * generator.normal(size=21)
-            statistics = statistics_of_sums(
-                products, 20, torch.from_numpy(sums)[:, None], deviation
-            )
+            statistics = statistics_of_sums(products, 20, sums[:, None], deviation)
         else:
             noisy = labels + ratio * generator.normal(size=ROWS)
             own, square = every[:, :21].T @ noisy, noisy @ noisy
-            joined = np.block([[products[:21, :21].numpy(), own[:, None]], [own, square]])
-            statistics = statistics_of_labels(torch.from_numpy(joined), 20)
+            joined = np.block([[products[:21, :21], own[:, None]], [own, square]])
+            statistics = statistics_of_labels(joined, 20)
         found, spare = losses_of(statistics, names)
         for one in found:
             assert 0 <= one.low <= one.high <= 1
@@ -352,9 +345,9 @@ def test_what_is_lost_follows_from_either_release_of_a_run() -> None:
         assert found[0].low > 0.15 > found[1].low > 0.01 > found[2].low
         assert spare is not None
         assert {"b"} <= {*spare.names} <= {"b", "none"}
-        noisy = torch.from_numpy(labels + 0.5 * generator.normal(size=len(labels)))[:, None]
-        trainer.released = torch.arange(len(labels)), noisy, 0.0
-    trainer.released = torch.arange(len(labels)), torch.rand(len(labels), 1), 0.0
+        noisy = (labels + 0.5 * generator.normal(size=len(labels)))[:, None]
+        trainer.released = np.arange(len(labels)), noisy, 0.0
+    trainer.released = np.arange(len(labels)), generator.random((len(labels), 1)), 0.0
     assert losses(trainer, encoder) == ((), None)  # labels that no column explains
-    trainer.released = torch.arange(len(labels)), torch.rand(len(labels), 3), 0.0
+    trainer.released = np.arange(len(labels)), generator.random((len(labels), 3)), 0.0
     assert losses(trainer, encoder) == ((), None)

@@ -36,7 +36,7 @@ from splitveil.common.run import course
 from splitveil.common.run.messages import Activation, Answer, DefendedGradient, bytes_of, tensor_of
 from splitveil.library.in_process import InProcessPeer
 from splitveil.library.simulating import simulate
-from splitveil.passive_party import bottom_trainer
+from splitveil.passive_party import components_trainer
 from tests.run.test_one_shot import ONE_SHOT, RELEASE, SCORE, assert_goes_on
 from tests.support.peers import DiesAt, Lost, dying, go_back, leave
 from tests.support.runs import Parties, build_parties, run_in_process, write_example
@@ -94,7 +94,7 @@ class ClearReceiver:
 @pytest.fixture
 def in_the_clear(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(noisy_sums, "Sender", ClearSender)
-    monkeypatch.setattr(bottom_trainer, "Receiver", ClearReceiver)
+    monkeypatch.setattr(components_trainer, "Receiver", ClearReceiver)
 
 
 # ---- what one label moves ----
@@ -125,7 +125,7 @@ def transferred(defense: NoisySums, bits: NDArray[np.bool_]) -> NDArray[np.int64
         for step in (0, 1)
     )
     begun = bytes_of(defense.transfer(begins, tensor_of(width.to_bytes(4, "little"))))
-    receiver = vars(bottom_trainer)["Receiver"](width, begun, defense._values.shape[1])
+    receiver = vars(components_trainer)["Receiver"](width, begun, defense._values.shape[1])
     reply, extension = receiver.reply, receiver.extend(bits)
     question = len(reply).to_bytes(4, "little") + reply + extension
     receiver.take(bytes_of(defense.transfer(ends, tensor_of(question))))
@@ -274,7 +274,7 @@ def test_after_a_restart_the_bits_are_those_that_were_transferred(
         run_in_process(with_sums(tmp_path, runs), dying(4, after=False))
     found = ComponentsBottom.before_labels
 
-    def elsewhere(model: ComponentsBottom, *given: Any) -> torch.Tensor:
+    def elsewhere(model: ComponentsBottom, *given: Any) -> Any:
         moments = found(model, *given)
         model.of_bits = -model.of_bits
         return moments
@@ -286,7 +286,7 @@ def test_after_a_restart_the_bits_are_those_that_were_transferred(
     first, second = (one.run.trainer for one in (whole, again))
     assert first is not None
     assert second is not None
-    assert torch.equal(first.score.of_bits, second.score.of_bits)
+    assert np.array_equal(first.score.of_bits, second.score.of_bits)
 
 
 def test_a_peer_that_lost_its_part_of_the_sums_needs_a_new_run(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def of_run(parties: Parties) -> dict[str, Tensor]:
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
-    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+    assert [name for name in one if not np.array_equal(one[name], other[name])] == []
 
 
 # ---- resuming ----
@@ -512,10 +512,10 @@ def test_components_are_of_drawn_rows_or_of_all_if_these_have_too_few_directions
     example: Path, monkeypatch: pytest.MonkeyPatch, most: int, is_of_all: bool
 ) -> None:
     found = []
-    for rows in (assembly.MOST_FITTED, most):
+    for rows in (50_000, most):
         monkeypatch.setattr(assembly, "MOST_FITTED", rows)
         parties = one_shot(example, noisy=False)
         run_in_process(parties)
         assert parties.run.trainer is not None
         found.append(parties.run.trainer.model.state_dict()["weight"])
-    assert torch.equal(*found) is is_of_all
+    assert np.array_equal(*found) is is_of_all

@@ -261,7 +261,9 @@ def _replace_trainer(parties: Parties, choose: Callable[[Choice], Tensor]) -> No
     build = parties.run._build_trainer
 
     def chosen(rows: AlignedRows) -> BottomTrainer:
-        return ChosenTrainer(build(rows), choose)
+        honest = build(rows)
+        assert isinstance(honest, BottomTrainer)
+        return ChosenTrainer(honest, choose)
 
     parties.run._build_trainer = chosen
 

@@ -211,7 +211,7 @@ class Simulation:
             if trainer is None:
                 raise RuntimeError("no weights before the alignment")
             weights = trainer.model.state_dict()
-            found |= {f"{party}.{name}": value for name, value in weights.items()}
+            found |= {f"{party}.{name}": torch.as_tensor(one) for name, one in weights.items()}
         return found
 
 

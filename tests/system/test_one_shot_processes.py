@@ -6,6 +6,7 @@ Each run takes place twice, with tables that differ in the label of one training
 import csv
 import json
 import re
+import sys
 import time
 from collections.abc import Iterator, Sequence, Set
 from contextlib import suppress
@@ -22,6 +23,7 @@ import pytest
 from splitveil.protos import split_learning_pb2 as pb
 from tests.support.certificates import make, use
 from tests.support.processes import Party, side_by_side
+from tests.support.programs import run_program
 from tests.support.proxies import Call, MessageLine
 from tests.support.restarts import Settings, restartable
 from tests.support.runs import in_background, write_example
@@ -270,3 +272,37 @@ def crossings(transcript: bytes) -> list[list[Any]]:
     parts = ("direction", "kind", "epoch", "step", "bytes")
     found = [[line[part] for part in parts] for line in lines if line["bytes"] != len(HEARTBEAT)]
     return sorted(found, key=lambda line: str(line[0]))
+
+
+# ---- what a process imports ----
+
+
+@pytest.mark.parametrize("settings", [NONE, SUMS], ids=["components", "score"])
+def test_a_feature_owner_without_a_network_imports_no_torch(
+    settings: Settings, tmp_path: Path
+) -> None:
+    """Neither to check nor to run, measure and report. What takes long follows when it is done."""
+    write_example(tmp_path, rows=160)
+    address = free_address()
+    active = (*settings.both, *settings.active, f"listen={address}")
+    passive = (*settings.both, *settings.passive, f"connect={address}", "max_exposure=0.99")
+    with Party("active", tmp_path, *active) as other:
+        for command in ("check", "run"):
+            words = [command, str(tmp_path / "passive.yaml"), "--runs", str(other.runs)]
+            words += [word for one in passive for word in ("--set", one)]
+            done = run_program(sys.executable, "-c", f"WORDS = {words}\n{NAMING_WHAT_IS_IMPORTED}")
+            assert done.returncode == 0, done.stdout
+            assert done.stdout.splitlines()[-1] == "imported: []"
+        assert other.wait() == 0
+    early, _, late = done.stdout.partition("done: model and summary are in")
+    assert "report written" in late
+    assert "report written" not in early
+
+
+NAMING_WHAT_IS_IMPORTED = """
+import atexit, sys
+heavy = ("torch", "sklearn", "scipy")
+atexit.register(lambda: print("imported:", [name for name in heavy if name in sys.modules]))
+from splitveil.command.program import main
+main(WORDS)
+"""

@@ -132,7 +132,7 @@ def test_features_move_to_a_gpu_once(
     moved, to, rows = list[Any](), Features.to, Features.rows
 
     def noted(own: Features, device: torch.device) -> Features:
-        moved.extend(one for one in own.tensors() if one.device != device == gpu)
+        moved.extend(one for one in own.parts() if one.device != device == gpu)
         return to(own, device)
 
     monkeypatch.setattr(Features, "to", noted)

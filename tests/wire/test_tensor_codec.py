@@ -1,7 +1,8 @@
 """Tensors on the wire: valid protobuf in both directions, and invalid messages are refused."""
 
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -69,6 +70,19 @@ def test_a_tensor_comes_back_bit_for_bit(rows: int, dtype: str) -> None:
     assert received.batch == HEADER
     assert torch.equal(received.values, sent)
     received.values.add_(1)  # it can be written to
+
+
+@pytest.mark.parametrize("rows", [1, 43])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_an_array_travels_as_the_same_bytes_as_a_tensor(rows: int, dtype: str) -> None:
+    array: Any = values(rows).numpy()
+    frames = encoded(values(rows), dtype=dtype)
+    assert encoded(array, dtype=dtype) == frames
+    assembler = TensorAssembler.of_answers(limits(dtype=dtype), as_arrays=True)
+    received = [assembler.add(Frame(part)) for part in frames][-1]
+    assert received is not None
+    assert isinstance(received.values, np.ndarray)
+    assert np.array_equal(received.values, values(rows).to(getattr(torch, dtype)).float())
 
 
 def test_the_frames_are_what_the_generated_class_reads_and_writes() -> None:

@@ -55,9 +55,9 @@ class PcaModel(Section):
     """Principal components of a bottom model's columns, fitted to the table without any label.
 
     They are fitted to 50,000 rows, drawn at random, or to all where these have fewer independent
-    directions. Each number is cumulative over up to 16 bins between quantiles, each category one-hot;
-    ``cut_shape`` says how many components there are. In a run with gradients it trains, and begins
-    as these.
+    directions. Each number is cumulative over up to 16 bins between quantiles, each category
+    one-hot; ``cut_shape`` says how many components there are. In a run with gradients it trains,
+    and begins as these.
     """
 
     kind: Literal["pca"]

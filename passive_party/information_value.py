@@ -141,7 +141,7 @@ def losses_of(
     explaining = covariance @ weight
     bent = covariance @ errors
     explained = float(weight @ explaining - np.trace(bent))
-    error = 4 * explaining @ errors @ explaining + 2 * np.trace(bent @ bent)
+    error = 4 * explaining @ errors @ explaining + 2 * np.sum(bent * bent.T)
     if not explained > _SURE * float(error) ** 0.5:
         return (), None
     precision = np.linalg.inv(covariance + 1e-6 * np.eye(len(scale)))
@@ -158,7 +158,7 @@ def losses_of(
             value,
             4 * float(gradient @ errors @ gradient),
             float(np.trace(bent)),
-            2 * float(np.trace(bent @ bent)),
+            2 * float(np.sum(bent * bent.T)),
         )
         hidden = of_unseen * float(((left @ unseen[codes]) * unseen[codes]).sum())
         loss, low, high = np.minimum([*found[:2], found[2] + hidden], 1.0).tolist()

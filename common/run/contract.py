@@ -19,6 +19,7 @@ from splitveil.common.text.visible_text import visible
 
 CutDtype = Literal["float32", "float16", "bfloat16"]
 Aggregation = Literal["mean", "sum", "concat"]
+PipelineDepth = Literal[1, 2, 4]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 DnsName = Annotated[
@@ -190,11 +191,12 @@ class Contract(Section):
     epochs: int = Field(default=20, ge=1, le=100_000)
     """Passes over the training rows, in a run with gradients."""
 
-    pipeline_depth: Literal[1, 2, 4] = 1
+    pipeline_depth: PipelineDepth = 1
     """Activations that a passive party has sent before it receives the gradient of the first of
     them. With 1, each activation is computed with the weights after the gradient before it. With 2
     or 4, the line works while both parties compute, and an activation is computed with weights that
-    lack the last 1 or 3 gradients; each gradient still belongs to the weights of its activation."""
+    lack the last 1 or 3 gradients; each gradient still belongs to the weights of its activation.
+    ``check --connect`` says how many steps per second the line allows with each."""
 
     drop_last: bool = False
     """Leave out an epoch's last batch if it is smaller than ``batch_size``."""

@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import grpc
 import numpy as np
@@ -24,7 +24,7 @@ from splitveil.common.party.endpoint import status_checks
 from splitveil.common.party.party_data import PartyData, form_of_own_ids, open_earlier_model
 from splitveil.common.privacy.custom_attacks import try_custom_attacks
 from splitveil.common.record.model_files import PretrainedWeights
-from splitveil.common.run.contract import DTYPE_BYTES
+from splitveil.common.run.contract import DTYPE_BYTES, PipelineDepth
 from splitveil.common.wire import limits, probes
 from splitveil.common.wire.connection import PeerConnection
 from splitveil.common.wire.endpoint import check_security, method_path, shown_certificate
@@ -155,13 +155,20 @@ def connection_checks(
         )
         yield lambda: probes.certificate_in_words(shown, _ACTIVE)
     yield lambda: probes.clock_in_words(ahead_s, error_s)
-    step_bytes = contract.batch_size * contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
-    steps = 1 / (round_trip_s + step_bytes / max(bytes_per_s, 1.0))
+    allowed = ""
+    if not contract.is_one_shot:
+        # An activation and its gradient pass one after the other, those of other steps meanwhile.
+        step_bytes = contract.batch_size * contract.cut_dim * DTYPE_BYTES[contract.cut_dtype]
+        one_way_s, depths = step_bytes / max(bytes_per_s, 1.0), get_args(PipelineDepth)
+        most = (min(n / (round_trip_s + 2 * one_way_s), 1 / one_way_s) for n in depths)
+        allowed = (
+            f": at most {', '.join(f'{steps:,.0f}' for steps in most)} steps/s with pipeline_depth "
+            f"{', '.join(map(str, depths))}; the contract has {contract.pipeline_depth}"
+        )
     yield (
         lambda: (
             f"line: round trip {1000 * round_trip_s:.1f} ms (median of {ROUND_TRIPS}), "
-            f"{8e-6 * bytes_per_s:,.0f} Mbit/s in each direction at once: enough for "
-            f"{steps:,.0f} steps/s of this contract"
+            f"{8e-6 * bytes_per_s:,.0f} Mbit/s in each direction at once{allowed}"
         )
     )
     yield from probes.checks_of(contract, own, peer, _ACTIVE)

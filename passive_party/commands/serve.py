@@ -11,7 +11,6 @@ from splitveil.common.party import command_line
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.endpoint import endpoint_of
 from splitveil.common.party.interruption import Interruption
-from splitveil.common.party.party_status import Drift
 from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.wire.endpoint import log_security
@@ -65,7 +64,6 @@ def _service(
     settings: PassiveSettings, status: InferenceStatus, table: Path | None
 ) -> InferenceService:
     model = ServedModel.load(settings, command_line.prepare(settings), table)
-    model.drift = Drift(model.metadata, model.rows.by_column, status.drift)
     logger.info(
         "the model of %s answers for %s rows of %s",
         model.identity,

@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from splitveil.common import errors
 from splitveil.common.alignment.tried_ids import TriedIds
 from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.party.party_status import ANSWER_BUCKETS_S, PartyStatus
+from splitveil.common.party.party_status import ANSWER_BUCKETS_S, Drift, PartyStatus
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.wire import limits
 from splitveil.common.wire.endpoint import build_server
@@ -183,6 +183,7 @@ class InferenceService:
         self._stopping = False
         self._lock = threading.Lock()
         self.status = status or InferenceStatus(party, contract)  # for this party's operators
+        model.drift = Drift(model.metadata, model.rows.by_column, self.status.drift)
         self.status.follow(model.identity.run_id, len(model.rows), lambda: len(self._streams))
 
     def describe(

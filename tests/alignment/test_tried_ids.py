@@ -95,7 +95,7 @@ class GuessingPeer(InProcessPeer):
 
     def open_alignment(self) -> AlignChannel:
         if self._aligning is not None:  # it may still add to what it has learned
-            self._aligning.join()
+            self._aligning.join(60)
         own, other = channel_pair()
         ids = guesses()[self.rounds]
         self.rounds += 1
@@ -121,7 +121,7 @@ def test_an_active_party_that_breaks_off_and_comes_again_learns_three_sets_and_n
         parties.run.run(peer)
     assert caught.value.exit_code == 3
     assert peer._aligning is not None
-    peer._aligning.join()
+    peer._aligning.join(60)
     expected = {name for ids in guesses()[:3] for name in ids} & set(
         parties.run.aligner.participant.ids
     )
@@ -142,7 +142,7 @@ class BadLine(InProcessPeer):
 
     def open_alignment(self) -> AlignChannel:
         if self._aligning is not None:
-            self._aligning.join()
+            self._aligning.join(60)
         self._failure = None
         channel = super().open_alignment()
         return Broken(channel, self.breaks.pop(0)) if self.breaks else channel

@@ -22,8 +22,9 @@ from splitveil.common.data.features import FeatureEncoder, ImageInfo
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.models.factory import build_bottom_model
 from splitveil.library.trained import SUFFIXES, Format, Half
-from tests.api.test_simulate import SHORT, Columns, columns, columns_of, weights_of
+from tests.api.test_simulate import SHORT, Columns, columns
 from tests.models.test_models import conv, custom
+from tests.support.records import call_of, columns_of, weights_of
 from tests.support.runs import write_example
 
 __all__ = ["columns"]
@@ -155,15 +156,6 @@ def run(request: pytest.FixtureRequest, mixed: Columns) -> Run:
         active = {**active, "label": np.arange(300) % 3}
     chosen = {**MIXED, "passive.bottom_model": bottom, "active.top_model": top}
     return simulate(active=active, passive=passive, key="id", attacks=[], settings=chosen)[0]
-
-
-def call_of(path: Path) -> Callable[..., Tensor]:
-    if path.suffix == ".pt2":
-        return torch.export.load(path).module()
-    session = pytest.importorskip("onnxruntime").InferenceSession(path)
-    return lambda **given: torch.from_numpy(
-        session.run(None, {name: tensor.numpy() for name, tensor in given.items()})[0]
-    )
 
 
 EXPORTED = [

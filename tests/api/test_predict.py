@@ -18,8 +18,8 @@ from splitveil.active_party.training.aggregation import aggregate
 from splitveil.common.errors import DataError, OtherModel, SettingsError
 from splitveil.common.party.command_line import save_resolved
 from splitveil.common.run.contract import ACTIVE
-from tests.api.test_simulate import columns_of
 from tests.support.inference import Trained, predicting, train
+from tests.support.records import columns_of
 from tests.support.runs import write_example, write_several
 
 SHORT = {"contract.epochs": 1}

@@ -21,7 +21,6 @@ import pyarrow as pa
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider  # type: ignore[import-untyped]
 from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer  # type: ignore[import-untyped]
 from tensorboard.context import RequestContext  # type: ignore[import-untyped]
@@ -50,6 +49,7 @@ from splitveil.library.own_data import write_settings
 from splitveil.library.runs import Kind
 from splitveil.passive_party.feature_exposure import exposure_from_json
 from splitveil.passive_party.settings import PassiveSettings
+from tests.support.records import columns_of
 from tests.support.runs import write_example
 from tests.support.simulation import read_settings
 
@@ -58,21 +58,12 @@ SHORT = {**ONE_CORE, "contract.epochs": 1, "active.refit": None}
 QUICK: dict[str, Any] = {"settings": SHORT, "attacks": []}
 
 
-def weights_of(run_folder: Path, party: str) -> dict[str, torch.Tensor]:
-    return load_file(run_folder / party / "checkpoint" / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp("swept")
     write_example(folder)
     chosen = ["none", "iso:noise_ratio=2"]
     return simulate(folder, defense=chosen, seeds=2, settings=SHORT, runs=folder / "runs")
-
-
-def columns_of(frame: Any) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = pa.table(frame).to_pydict()
-    return found
 
 
 @pytest.mark.parametrize("has_pandas", [True, False])

@@ -25,7 +25,7 @@ from splitveil.common.settings import validate
 from splitveil.deploy.init.choices import Wishes
 from splitveil.deploy.init.initialise import initialise
 from splitveil.deploy.init.proposal import Terms
-from tests.api.test_simulate import columns_of
+from tests.support.records import columns_of
 from tests.support.runs import CONTRACT
 
 ROWS = 120

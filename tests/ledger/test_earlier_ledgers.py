@@ -32,11 +32,10 @@ from splitveil.common.record.run_folder import claimed, move_aside
 from splitveil.common.record.run_store import RunStore
 from tests.support.peers import Lost, dying
 from tests.support.plans import printed_plan
-from tests.support.runs import Parties, build_parties, run_in_process, write_example
+from tests.support.runs import EVERY_2, Parties, build_parties, run_in_process, write_example
 from tests.support.simulation import ActiveRecording
 
 MARVELL = "defense={name: marvell, strength: {power_ratio: 16}, insecure_noise_seed: 1}"
-EVERY_2 = "contract.checkpoint_steps=2"
 AFTER_FIRST = "earlier_ledgers=[first/active/checkpoint]"
 
 

@@ -23,7 +23,7 @@ from splitveil.common.run.course import Batch
 from tests.support.equality import stored
 from tests.support.peers import Lost, dying
 from tests.support.recorders import record
-from tests.support.runs import build_parties, run_in_process, write_example
+from tests.support.runs import EVERY_2, build_parties, run_in_process, write_example
 from tests.support.waiting import wait_until
 
 
@@ -126,9 +126,6 @@ def test_what_its_thread_has_copied_between_two_batches_is_as_good(
         (tmp_path / name).mkdir()
         found.append(record_batches(tmp_path / name, cut, LeakRecorder.latest_copy))
     assert found[0] == found[1]
-
-
-EVERY_2 = "contract.checkpoint_steps=2"
 
 
 def test_a_peer_that_goes_back_after_every_checkpoint_hides_nothing_from_the_monitor(

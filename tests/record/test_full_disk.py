@@ -119,3 +119,4 @@ def test_a_transcript_on_a_full_disk_holds_whole_lines_and_resumes(tmp_path: Pat
     assert isinstance(before, Verified)
     assert isinstance(after, Verified)
     assert after.entries == before.entries + 2
+    assert (tmp_path / FILE).read_text().count('"event":"opened"') == 2

@@ -122,7 +122,8 @@ def test_a_restarted_party_continues_its_chain_after_half_a_line(tmp_path: Path)
     with Transcript(tmp_path, "active") as transcript:
         transcript.note(Crossing("sent", "Train reply", b"two", 0, 1, "event"))
     found = verified(tmp_path / FILE)
-    assert found.entries == 4  # with two openings
+    assert found.entries == 4
+    assert (tmp_path / FILE).read_text().count('"event":"opened"') == 2
     assert "event" in found.crossings  # a passive party may have that name
     assert transcript.summary() == TranscriptEnd(4, found.last_link)
 

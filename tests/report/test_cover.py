@@ -167,6 +167,13 @@ def test_the_program_ticks_nothing_that_only_people_know(tmp_path: Path) -> None
             {"bound": "ticked", "target": "ticked", "rows": "by hand"},
             {"bound": "other page", "rows": "by hand"},
         ),
+        (  # a bound that is stated without a proof
+            {"exchange": "gradients"},
+            {"defense": {"name": "custom", "module": "own:Own"}},
+            0.6,
+            {"bound": "no", "target": "no"},
+            {"bound": "other page"},
+        ),
         (
             {"exchange": "gradients"},
             {"defense": {"name": "noisy_label"}, "run_budget": {}},
@@ -231,6 +238,8 @@ SUMS = ("Align reply", "Train request", "Train reply", "Train request")  # its s
     [
         ({"release": "noisy_sums"}, SUMS, "every id", "4 numbers.*sums of"),
         ({"release": "noisy_sums"}, (*SUMS, "Train reply"), "sums of", "4 numbers"),
+        # Of a transfer that was begun again, the first may have ended.
+        ({"release": "noisy_sums"}, ("Handshake request",) * 2 + SUMS, "sums of", "4 numbers"),
         ({"exchange": "gradients"}, SUMS, "gradients", "^$"),
         ({"release": "noisy_labels"}, SUMS[:2], "every id", "4 numbers.*its outcome"),
         ({}, ("Handshake reply",), "of outcomes: nothing", "every id.*4 numbers"),

@@ -87,7 +87,7 @@ def table_of(run: Run) -> dict[str, GroupFigures] | None:
     return None if groups is None else {one.group: one for one in groups}
 
 
-@pytest.mark.parametrize("exchange", [ONE_SHOT | ASKED, GRADIENTS])
+@pytest.mark.parametrize("exchange", [ONE_SHOT, GRADIENTS | ASKED])
 def test_a_run_or_a_later_refit_measures_the_model_that_predicts(
     exchange: dict[str, object], tmp_path: Path
 ) -> None:

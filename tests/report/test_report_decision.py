@@ -155,7 +155,8 @@ def test_bounds_and_measured_attacks_are_held_against_the_target(
     # A bound that is proved speaks for what cannot be separated from features.
     proved = decision_of(write_run(tmp_path / "proved", bound=bound, leak=leak), target)
     assert "use no bound of this run" not in str(proved.steps)
-    assert outcomes(proved).get("attacks below the stated bounds") != "fail"
+    below = "pass" if interval is not None and bound < 1 else None  # else there is no check
+    assert outcomes(proved).get("attacks below the stated bounds") == below
     assert proved.outcome == ("pass" if is_above else decision.outcome)
 
 
@@ -256,6 +257,23 @@ def test_settings_say_what_a_run_has_to_reach(
         shown = "(PR-AUC)</th><td>0.375</td>", "(ECE)</th><td>0.125</td>"
         has_it = model.test.average_precision is not None
         assert [one in page for one in shown] == [has_it, has_it]
+
+
+@pytest.mark.parametrize(
+    ("release", "bound", "said"),
+    [
+        (None, 0.5, "Nothing that depends on a label was sent."),
+        ("noisy_labels", 0.6, "A noisy label of each training row was sent, and no gradient to"),
+        ("noisy_sums", 0.6, "Sums of the training rows' labels with noise were sent, and no grad"),
+        ("noisy_labels", None, "There was no gradient to attack."),  # the run was stopped
+    ],
+)
+def test_a_run_without_gradients_says_what_it_sent_in_their_place(
+    tmp_path: Path, release: str | None, bound: float | None, said: str
+) -> None:
+    settings = {"contract": {"exchange": "one_shot", "release": release}}
+    decision = decision_of(write_run(tmp_path / "run", settings=settings, bound=bound), 0.6)
+    assert decision.strongest.startswith(said)
 
 
 def test_a_gain_within_the_interval_of_chance_is_not_shown(tmp_path: Path) -> None:

@@ -39,10 +39,15 @@ from splitveil.common.wire.connection import MAX_DAMAGED
 from splitveil.library.in_process import InProcessPeer
 from tests.support.equality import assert_same, assert_same_weights
 from tests.support.peers import MARVELL, Lost, answered, dying, go_back
-from tests.support.runs import Parties, build_parties, run_in_process, run_over_grpc, write_example
+from tests.support.runs import (
+    EVERY_2,
+    Parties,
+    build_parties,
+    run_in_process,
+    run_over_grpc,
+    write_example,
+)
 from tests.support.waiting import HANGS_AFTER_S, wait_until
-
-EVERY_2 = "contract.checkpoint_steps=2"
 
 
 def run_on(parties: Parties) -> None:

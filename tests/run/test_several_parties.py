@@ -39,6 +39,8 @@ from tests.support.defenses import build_defense
 from tests.support.peers import DiesAt, Lost
 from tests.support.runs import (
     CPU,
+    EVERY_2,
+    MARVELL_2,
     NAMES,
     Parties,
     PartyPeer,
@@ -159,8 +161,6 @@ class Dies(DiesAt, PartyPeer):
 
 
 SETTINGS = MarvellDefense(strength=PowerRatio(power_ratio=4.0), insecure_noise_seed=11)
-EVERY_2 = ["contract.checkpoint_steps=2"]
-MARVELL_2 = [*EVERY_2, "defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
 
 
 def dying(at: int, *, after: bool) -> type[Dies]:
@@ -176,7 +176,7 @@ def without_birch(
     others: type[PartyPeer] = PartyPeer,
 ) -> tuple[Parties, list[threading.Thread]]:
     """Return a run in which birch was killed, and the threads of the others, which wait for it."""
-    several = build_parties(folder, MARVELL_2, EVERY_2, runs=runs)
+    several = build_parties(folder, MARVELL_2, [EVERY_2], runs=runs)
     threads = [start(several, name, others) for name in ("ash", "cedar")]
     finish([start(several, "birch", dying(at, after=after))])
     assert isinstance(several.errors["birch"], Lost)
@@ -184,7 +184,7 @@ def without_birch(
 
 
 def bring_back(several: Parties, folder: Path, runs: Path, threads: list[threading.Thread]) -> None:
-    several.peers["birch"] = build_passive(folder, "birch", EVERY_2, runs=runs)
+    several.peers["birch"] = build_passive(folder, "birch", [EVERY_2], runs=runs)
     finish([start(several, "birch"), *threads])
     assert several.errors == {}
 
@@ -219,13 +219,13 @@ def test_a_party_that_resumes_with_other_bytes_is_refused_alone(
 ) -> None:
     several, threads = without_birch(three, tmp_path, 4, after=True)
     answered = len(several.active.sent)
-    changed = build_passive(three, "birch", [*EVERY_2, "model_seed=5"], runs=tmp_path)
+    changed = build_passive(three, "birch", [EVERY_2, "model_seed=5"], runs=tmp_path)
     training = changed.run.reopen()
     assert training is not None
     with torch.no_grad():
         next(training.trainer.model.parameters()).add_(1e-3)
     training.save()
-    several.peers["birch"] = build_passive(three, "birch", EVERY_2, runs=tmp_path)
+    several.peers["birch"] = build_passive(three, "birch", [EVERY_2], runs=tmp_path)
     finish([start(several, "birch")])
     assert isinstance(several.errors["birch"], OutOfStep)
     assert "other bytes" in str(several.errors["birch"])

@@ -28,7 +28,6 @@ from splitveil.common.alignment.exchange import build_engine
 from splitveil.common.party.credentials import credential_files
 from splitveil.common.party.party_settings import PartySettingsT, load_party_settings
 from splitveil.common.privacy.figures import PredictionFigures
-from splitveil.common.record.model_files import identity_metadata, save_model
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE
 from splitveil.common.wire.recorded_calls import AllNotes
@@ -140,8 +139,7 @@ def _train(settings: PartiesSettings, certificates: Path) -> Trained:
         assert party.builder is not None
         own_folder = party.settings.run_folder(party.settings.folder_name())
         own_folder.mkdir(parents=True, exist_ok=True)
-        identity = identity_metadata(party.run.model_identity, contract)
-        save_model(own_folder, trainer.model, party.builder.encoder, identity)
+        party.builder.save(own_folder, trainer.model, party.run.model_identity)
     rows = session.lifecycle.answering.rows
     predictions = session.lifecycle.answering.test_predictions
     assert predictions is not None

@@ -33,6 +33,9 @@ CPU = torch.device("cpu")
 NAMES = ("ash", "birch", "cedar")
 """Of several passive parties."""
 
+EVERY_2 = "contract.checkpoint_steps=2"
+MARVELL_2 = [EVERY_2, "defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
+
 CONTRACT = {
     "run_name": "small",
     "cut_shape": [4],

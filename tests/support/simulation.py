@@ -69,9 +69,9 @@ def _read(
     folder: Path, active: tuple[str, ...], passive: tuple[str, ...], _written: object
 ) -> PartiesSettings:
     own = load_party_settings(ActiveSettings, folder / "active.yaml", active)
-    kinds: Sequence[str] = own.contract.passive_parties
-    if not all((folder / f"{kind}.yaml").is_file() for kind in kinds):  # as in the examples
-        kinds = party_kinds(folder)[1:]
+    names, kinds = own.contract.passive_parties, party_kinds(folder)[1:]
+    if any((folder / f"{name}.yaml").is_file() for name in names):  # not as in the examples
+        kinds = [*names]
     others = (
         load_party_settings(PassiveSettings, folder / f"{kind}.yaml", passive) for kind in kinds
     )

@@ -143,6 +143,28 @@ def test_refusals_of_the_feature_owner_are_counted_by_reason(small: Trained) -> 
     assert value_of(service.status, "splitveil_refused_messages_total", reason="TableRefused") == 1
 
 
+def test_drift_is_shown_from_a_thousand_rows_on_and_test_rows_have_none(tmp_path: Path) -> None:
+    """The predictions that are given out are, bit for bit, those that the bins were made of."""
+    write_wide_deep(tmp_path)
+    halves = "contract.split={kind: hash, train: 0.5, test: 0.5}"
+    trained, port = train(tmp_path, tmp_path / "runs", halves), free_port()
+    assert len(trained.test_ids) > 200
+    with (
+        inference.serving_passive(trained.passive("passive"), port) as service,
+        answering(trained, ports={"passive": port}) as program,
+    ):
+        asked_for = 0
+        while asked_for < 1000:
+            shown = series_of(program.status) | series_of(service.status)
+            assert not {"splitveil_score_psi", "splitveil_column_psi"} & names_in(shown)
+            program.ask(trained.test_ids)
+            asked_for += len(trained.test_ids)
+    assert value_of(program.status, "splitveil_score_psi", score="0") == pytest.approx(0, abs=1e-9)
+    shown = series_of(service.status)
+    (index,) = (shown[one] for one in shown if one[0] == "splitveil_column_psi")
+    assert 0 < index < 0.25
+
+
 # ---- labels and predictions ----
 
 

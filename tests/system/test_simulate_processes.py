@@ -17,13 +17,12 @@ from pyarrow import csv
 from safetensors.torch import load_file
 
 from splitveil import Run, SettingsError, SplitveilError, predict, simulate
-from tests.api.test_own_models import call_of
-from tests.api.test_sequences import ENCODER, write_folder
-from tests.api.test_simulate import columns_of, weights_of
 from tests.support.equality import assert_same_weights
 from tests.support.processes import started
 from tests.support.programs import run_program
+from tests.support.records import call_of, columns_of, weights_of
 from tests.support.runs import write_example
+from tests.support.texts import ENCODER, write_folder
 
 ONE_CORE = {"active.torch_threads": 1, "passive.torch_threads": 1}
 SHORT = {**ONE_CORE, "contract.epochs": 1, "active.refit": None}

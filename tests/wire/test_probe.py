@@ -32,7 +32,7 @@ from splitveil.common.wire.http_proxy import HttpProxy
 from splitveil.common.wire.limits import PROBE_BYTES, PROBE_PADDING_BYTES
 from splitveil.common.wire.probes import Introduction, ProbeResponder, checks_of, clock_in_words
 from splitveil.passive_party.commands import check as probing
-from splitveil.passive_party.commands.check import connection_checks
+from splitveil.passive_party.commands.check import Probing, connection_checks
 from splitveil.passive_party.grpc_peer import GrpcPeer
 from splitveil.passive_party.settings import PassiveSettings
 from splitveil.protos import split_learning_pb2 as pb
@@ -86,12 +86,18 @@ def of_passive(folder: Path, port: int, *overrides: str) -> PassiveSettings:
 
 
 def test_a_passive_party_learns_all_that_a_run_depends_on(
-    example: Path, protected: Path, trusted: Path, port: int
+    example: Path, protected: Path, trusted: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # A line of 40 ms and 100 Mbit/s. With (1024, 128) float32, a tensor takes 42 ms.
+    monkeypatch.setattr(Probing, "speed", lambda _: (0.040, 12.5e6))
+    sizes = ["contract.batch_size=1024", "contract.cut_shape=[128]", "contract.pipeline_depth=4"]
     parties = build_parties(example)
     responder = ProbeResponder(parties.active_settings.contract, TEXTS)
     with serving(parties, port, files(trusted, "active"), None, responder):
         findings = found(of_passive(protected, port))
+        *_, of_sizes, _, _, _ = found(of_passive(protected, port, *sizes))
+        pca = ["contract.exchange=one_shot", "bottom_model={kind: pca}"]
+        *_, one_shot, _, _, _ = found(of_passive(protected, port, *pca))
     direct, certificate, clock, line, versions, contract, ids = findings
     assert direct == f"connection: 127.0.0.1:{port}, direct"
     assert certificate.startswith(
@@ -100,8 +106,12 @@ def test_a_passive_party_learns_all_that_a_run_depends_on(
     )
     assert certificate.endswith(", 89 days left")
     assert clock.startswith("clock: the other party's is 0.")
-    assert line.startswith("line: round trip ")
-    assert "Mbit/s in each direction at once: enough for " in line
+    measured = "line: round trip 40.0 ms (median of 20), 100 Mbit/s in each direction at once"
+    assert line.startswith(measured)
+    assert of_sizes == (
+        f"{measured}: at most 8, 16, 24 steps/s with pipeline_depth 1, 2, 4; the contract has 4"
+    )
+    assert one_shot == measured
     assert versions.endswith("at the active party; the same protocol")
     assert contract == "contract: the active party holds the same"
     assert ids == SAME_IDS

@@ -36,17 +36,24 @@ from tests.support.certificates import files
 from tests.support.equality import assert_same_weights
 from tests.support.loopback import serving
 from tests.support.mutations import AtStep, Mutator, Tape, WireSender, send_mutants
-from tests.support.runs import NAMES, Parties, build_parties, finish, in_background, run_together
+from tests.support.runs import (
+    EVERY_2,
+    MARVELL_2,
+    NAMES,
+    Parties,
+    build_parties,
+    finish,
+    in_background,
+    run_together,
+)
 from tests.support.waiting import HANGS_AFTER_S, wait_until
 
-EVERY_2 = ["contract.checkpoint_steps=2"]
-MARVELL_2 = [*EVERY_2, "defense={name: marvell, statistics: running, insecure_noise_seed: 7}"]
 HASTY = "reconnect={max_s: 300, deadline_s: 1}"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(three: Path) -> Parties:
-    several = build_parties(three, MARVELL_2, EVERY_2)
+    several = build_parties(three, MARVELL_2, [EVERY_2])
     run_together(several)
     return several
 
@@ -78,7 +85,7 @@ def test_parties_whose_deadlines_pass_while_they_wait_ask_again(
 ) -> None:
     """Their deadline is one second."""
     several, may_go = (
-        build_parties(three, [*MARVELL_2, HASTY], [*EVERY_2, HASTY]),
+        build_parties(three, [*MARVELL_2, HASTY], [EVERY_2, HASTY]),
         threading.Event(),
     )
     asked, exchange = Counter[str](), several.session.exchange
@@ -180,7 +187,7 @@ def test_mutants_under_any_party_s_name_change_no_bit_of_the_run(
 
     They come while the third step waits for one of the three, and while training goes on.
     """
-    several, tapes, statuses = build_parties(three, MARVELL_2, EVERY_2), Tapes(), Counter[str]()
+    several, tapes, statuses = build_parties(three, MARVELL_2, [EVERY_2]), Tapes(), Counter[str]()
 
     def send(whose: str, under: str, count: int) -> None:
         sender = WireSender(port, under)

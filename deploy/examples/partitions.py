@@ -21,6 +21,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -37,12 +38,12 @@ def split(table: str, id_column: str, parts: str, number: int) -> None:
     import duckdb  # noqa: PLC0415 - splitveil[sql]
 
     Path(parts).mkdir(mode=0o700, exist_ok=True)
+    is_parquet = table.endswith(".parquet")
+    rows = duckdb.read_parquet(table) if is_parquet else duckdb.read_csv(table, all_varchar=True)
     name = '"' + id_column.replace('"', '""') + '"'
-    source = "read_parquet(?)" if table.endswith(".parquet") else "read_csv(?, all_varchar = true)"
     part = f"('0x' || substr(md5({name}::VARCHAR), 1, 8))::UBIGINT % {number}"
     for k in range(number):
-        rows = duckdb.sql(f"SELECT * FROM {source} WHERE {part} = {k}", params=[table])  # noqa: S608
-        rows.write_parquet(str(Path(parts, f"{k}.parquet")))
+        rows.filter(f"{part} = {k}").write_parquet(str(Path(parts, f"{k}.parquet")))
 
 
 def run(settings: str, parts: str, part: int) -> None:
@@ -98,9 +99,8 @@ def main() -> None:
             if parsed.engine is None:
                 run_all(settings, parts, ThreadPoolExecutor(parsed.at_once))
             else:
-                from distributed import Client  # noqa: PLC0415 - pip install distributed
-
-                run_all(settings, parts, Client(parsed.engine).get_executor())
+                client = import_module("distributed").Client(parsed.engine)
+                run_all(settings, parts, client.get_executor())
         case "merge", (settings, parts):
             merge(settings, parts)
         case _:

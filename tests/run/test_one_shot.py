@@ -512,7 +512,7 @@ def test_components_are_of_drawn_rows_or_of_all_if_these_have_too_few_directions
     example: Path, monkeypatch: pytest.MonkeyPatch, most: int, is_of_all: bool
 ) -> None:
     found = []
-    for rows in (50_000, most):
+    for rows in (160, most):
         monkeypatch.setattr(assembly, "MOST_FITTED", rows)
         parties = one_shot(example, noisy=False)
         run_in_process(parties)

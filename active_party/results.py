@@ -56,7 +56,7 @@ from splitveil.common.text.wording import VERSION
 logger = logging.getLogger("splitveil.active_party")
 
 _EPOCHS_ALONE = 50
-_ROWS_ALONE = 2**21  # of all epochs but the first, of which many rows need few
+_ROWS_ALONE = 2**21  # in the epochs after the first: a large table needs few
 _ACTIVATIONS = "activations.safetensors"
 
 _WHAT_NOW = (

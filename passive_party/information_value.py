@@ -53,7 +53,7 @@ _MOST_LEVELS = 32
 _MISSING = "missing"
 _PRIOR = 0.3  # a strong column's, by Siddiqi's rule of thumb
 _SHOWN = 1e-3  # of the most information, along a direction that a release shows
-SMALL_LOSS = 0.03  # of what all columns explain; half a pair of 100 where they order 76 right
+SMALL_LOSS = 0.03  # of what all columns explain
 _MOST_SPARE = 32  # columns that are left out together
 
 _Numbers = npt.NDArray[np.float64]

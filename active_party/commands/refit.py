@@ -75,6 +75,7 @@ def refit_again(settings: ActiveSettings, device: torch.device) -> Refitted:
         )
     order = SampleOrder(b"", splits["train"], settings.contract.batch_size)
     rows = AlignedRows(found[kept], splits, order, np.empty((0, 16), np.uint8))
+    group_column = groups_of(settings, data)  # which may be refused, before anything is written
     encoder, features = data.encode(rows, trained.saved, bins_of(settings.top_model))
     known = known_rows(settings, data, rows, features, device)
     known = known.remembering(activations[torch.from_numpy(kept)])
@@ -93,7 +94,7 @@ def refit_again(settings: ActiveSettings, device: torch.device) -> Refitted:
         if is_better:
             figures = replace(figures, refit=after)
         if settings.inference.model != "trained":
-            groups = measure_groups(groups_of(settings, data), of_test, test)
+            groups = measure_groups(group_column, of_test, test)
             figures = replace(figures, groups=groups)
         write_summary(folder, replace(summary, active=replace(summary.active, model=figures)))
     return Refitted(is_better, before, after)

@@ -123,7 +123,7 @@ def open_service(
     given = GivenFeatures(settings.data, predictor.model.encoder)
     log = CallLog(status, transcript)
     service = AnswerService(predictor, batcher, watch, given, rules, log, fallback)
-    service.drift = Drift(predictor.model.metadata, by_score, status.drift)
+    service.drift = Drift(predictor.model.metadata, by_score, status.drift, "predictions")
     status.name_run(service.run_id)
     waiting_of = batcher.num_waiting
     status.follow(lambda: service.trouble, waiting_of, fallback=fallback is not None)

@@ -36,7 +36,7 @@ _DIGEST_BYTES = 16
 
 _LEAST_ROWS = 50  # of a group by itself
 _MOST_GROUPS = 50
-_LEAST_OF_CLASS = 10  # of both, for an AUC
+_LEAST_OF_CLASS = 30  # of both, for an AUC
 _OTHERS = f"other: of fewer than {_LEAST_ROWS} rows, or beyond {_MOST_GROUPS} groups"
 _NORMAL_975 = 1.959963984540054
 
@@ -159,7 +159,8 @@ def measure_groups(
 
     Selected are the rows whose scores are highest: as many as there are rows with label 1, and
     those with the same score as the last of them. Intervals of shares are Wilson's (JASA 22, 1927),
-    those of AUCs are of DeLong et al. (Biometrics 44, 1988).
+    those of AUCs are of DeLong et al. (Biometrics 44, 1988) on the logit scale. They take rows for
+    independent, and the threshold for fixed.
     """
     if groups is None or test is None:
         return None
@@ -178,9 +179,13 @@ def measure_groups(
         if len(labels) < _LEAST_ROWS:
             return GroupFigures(name, len(labels))
         if min(labels.sum(), (~labels).sum()) >= _LEAST_OF_CLASS:
-            placed = placements(scores[rows], labels)
-            half = _NORMAL_975 * math.sqrt(placed.variance)
-            auc = Estimate(placed.auc, max(placed.auc - half, 0.0), min(placed.auc + half, 1.0))
+            placed, least = placements(scores[rows], labels), min(labels.sum(), (~labels).sum())
+            # Half a pair in the wrong order: at an area of 1 the variance found is 0.
+            inside = min(max(placed.auc, 0.25 / least), 1 - 0.25 / least)
+            deviation = math.sqrt(max(placed.variance, inside * (1 - inside) / (3 * least)))
+            reach = _NORMAL_975 * deviation / (inside * (1 - inside))
+            odds = [inside / (1 - inside) * math.exp(one) for one in (-reach, reach)]
+            auc = Estimate(placed.auc, *(one / (1 + one) for one in odds))
         mean, selected = float(probabilities[rows].mean()), share_of(scores[rows] >= threshold)
         return GroupFigures(name, len(labels), mean, share_of(labels), selected, auc)
 

@@ -212,10 +212,12 @@ class Drift:
         metadata: Mapping[str, str],
         columns_of: Callable[[NDArray[Any]], Columns],
         gauge: Gauge,
+        what: str,
     ) -> None:
+        """Take what the rows are called in the log."""
         bins = json.loads(metadata.get(_REFERENCE, "{}"))
         self._bins = {name: tuple(map(np.array, both)) for name, both in bins.items()}
-        self._columns_of, self._gauge = columns_of, gauge
+        self._columns_of, self._gauge, self._what = columns_of, gauge, what
         self._noted: list[NDArray[Any]] = []
         self._lock = threading.Lock()
 
@@ -228,17 +230,18 @@ class Drift:
             if sum(map(len, self._noted)) < WINDOW_ROWS:
                 return
             together, self._noted = np.concatenate(self._noted), []
-        columns, found = self._columns_of(together), dict[str, float]()
-        for name, (edges, then) in self._bins.items():
-            found[name] = stability_index(_shares(columns[name], edges), then)
-        index, name = max((index, name) for name, index in found.items())
-        self._gauge.clear()
-        self._gauge.labels(name).set(index)
+            columns, found = self._columns_of(together), dict[str, float]()
+            for name, (edges, then) in self._bins.items():
+                found[name] = stability_index(_shares(columns[name], edges), then)
+            index, name = max((index, name) for name, index in found.items())
+            self._gauge.clear()
+            self._gauge.labels(name).set(index)
         if index > DRIFTED:
+            most = f", most in {name}" if len(found) > 1 else ""
             _logger.warning(
-                "drift: the last %s rows that were asked for differ from those of the run, most in "
-                "%s (PSI %.2f, above %g): see whether the model still fits",
-                *(f"{len(together):,}", name, index, DRIFTED),
+                "drift: the last %s %s differ from those of the run%s (PSI %.2f, above %g): see "
+                "whether the model still fits",
+                *(f"{len(together):,}", self._what, most, index, DRIFTED),
             )
 
 

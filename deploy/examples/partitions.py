@@ -4,7 +4,7 @@ Both parties run the same commands, each with its own table and settings (``own.
 
     python partitions.py split own.csv id parts 16  # parts/0.parquet to parts/15.parquet
     python partitions.py run own.yaml parts 0       # its bottom model is that of all parts
-    python partitions.py run own.yaml parts         # the others; --engine dask tcp://HOST:PORT
+    python partitions.py run own.yaml parts         # the others; --engine tcp://HOST:PORT
     python partitions.py merge own.yaml parts       # at the label owner: one top model for all
 
 An id belongs to the part that the first four bytes of its MD5 digest say, so that part k of one
@@ -24,11 +24,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-import torch
 import yaml
-from safetensors.torch import load_file
-
-from splitveil.common.record import model_files
 
 FILE = "activations.safetensors"
 
@@ -41,7 +37,8 @@ def split(table: str, id_column: str, parts: str, number: int) -> None:
     is_parquet = table.endswith(".parquet")
     rows = duckdb.read_parquet(table) if is_parquet else duckdb.read_csv(table, all_varchar=True)
     name = '"' + id_column.replace('"', '""') + '"'
-    part = f"('0x' || substr(md5({name}::VARCHAR), 1, 8))::UBIGINT % {number}"
+    digest = f"md5(coalesce({name}::VARCHAR, ''))"
+    part = f"('0x' || substr({digest}, 1, 8))::UBIGINT % {number}"
     for k in range(number):
         rows.filter(f"{part} = {k}").write_parquet(str(Path(parts, f"{k}.parquet")))
 
@@ -49,6 +46,9 @@ def split(table: str, id_column: str, parts: str, number: int) -> None:
 def run(settings: str, parts: str, part: int) -> None:
     """Run one part of this party, wherever settings and parts are at the same path."""
     own = yaml.safe_load(Path(settings).read_text())
+    contract = yaml.safe_load((Path(settings).parent / own["contract"]).read_text())
+    if contract.get("exchange") != "one_shot" or contract.get("release"):
+        sys.exit("contract: expected exchange: one_shot without a release: no ledger counts parts")
     address = "listen" if "listen" in own else "connect"
     host, _, port = own[address].rpartition(":")
     chosen = [f"{address}={host}:{int(port) + part}", f"contract.run_name=part-{part}"]
@@ -74,7 +74,14 @@ def run_all(settings: str, parts: str, engine: Executor) -> None:
 
 def merge(settings: str, parts: str) -> None:
     """Fit the top model of part 0 again, to the activations of all parts."""
+    import torch  # noqa: PLC0415 - splits and runs of a feature owner need none
+    from safetensors.torch import load_file  # noqa: PLC0415
+
+    from splitveil.common.record import model_files  # noqa: PLC0415
+
     found = sorted(Path("runs").glob(f"[0-9]*/part-*/active/checkpoint/{FILE}"))
+    if len(found) != (number := len([*Path(parts).glob("*.parquet")])):
+        sys.exit(f"merge: {len(found)} of {number} parts have ended")
     tensors = [load_file(path) for path in found]
     folder = shutil.copytree("runs/0/part-0/active", "runs/all/part-0/active", dirs_exist_ok=True)
     joined = {name: torch.cat([one[name] for one in tensors]) for name in tensors[0]}

@@ -122,7 +122,8 @@ def initialise(
     beside = terms.folder / "active.yaml"
     if terms.role != ACTIVE and beside.is_file():
         data = as_mapping(as_mapping(read_yaml_file(beside)).get("data"))
-        wishes = wishes._replace(label_column=data.get("label_column"))
+        if isinstance(name := data.get("label_column"), str):
+            wishes = wishes._replace(label_column=name)
     columns, codes, wishes = judged(table.columns, wishes)
     for name, row in {"first": 0, "last": -1}.items() if not wishes.as_written else ():
         found = columns_of_sums(columns, table.columns, row)

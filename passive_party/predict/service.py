@@ -183,7 +183,9 @@ class InferenceService:
         self._stopping = False
         self._lock = threading.Lock()
         self.status = status or InferenceStatus(party, contract)  # for this party's operators
-        model.drift = Drift(model.metadata, model.rows.by_column, self.status.drift)
+        model.drift = Drift(
+            model.metadata, model.rows.by_column, self.status.drift, "rows that were asked for"
+        )
         self.status.follow(model.identity.run_id, len(model.rows), lambda: len(self._streams))
 
     def describe(

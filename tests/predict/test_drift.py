@@ -43,7 +43,7 @@ def watching(values: NDArray[Any]) -> tuple[Drift, Callable[[], float | None]]:
     """Return a watch over one column, and a function that says what the gauge shows."""
     registry = CollectorRegistry()
     gauge = Gauge("psi", "", ["column"], registry=registry)
-    drift = Drift(reference_bins({"x": values}), lambda rows: {"x": rows}, gauge)
+    drift = Drift(reference_bins({"x": values}), lambda rows: {"x": rows}, gauge, "rows")
     return drift, lambda: registry.get_sample_value("psi", {"column": "x"})
 
 
@@ -157,7 +157,7 @@ def test_the_feature_owner_names_the_column_that_differs_most(run: Run, tmp_path
     for table, (least, most) in ((None, (0, 0.05)), (tmp_path / "cents.parquet", (0.5, 10))):
         status = InferenceStatus("passive", settings.contract)
         model = ServedModel.load(settings, torch.device("cpu"), table)
-        model.drift = Drift(model.metadata, model.rows.by_column, status.drift)
+        model.drift = Drift(model.metadata, model.rows.by_column, status.drift, "rows")
         model.embed(ids[:999])
         model.embed(["nobody"])  # has no values
         assert psi_of(status) == {}
@@ -173,7 +173,7 @@ def test_the_label_owner_compares_the_scores_that_it_gives_out(run: Run) -> None
     assert stored is not None
     scores = (1 / (1 + np.exp(-stored.logits))).astype(np.float32)  # of the test rows
     metadata = JointModel.load(settings, torch.device("cpu")).metadata
-    drift = Drift(metadata, by_score, status.drift)
+    drift = Drift(metadata, by_score, status.drift, "predictions")
     service = answering(drift)
     answer(service, np.resize(scores, 999))
     assert SCORES not in series_of(status)

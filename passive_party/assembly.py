@@ -13,7 +13,7 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.ridge import Numbers
 from splitveil.common.models.settings import PcaModel, ScoreModel, bins_of
-from splitveil.common.party.party_data import FIT_ROWS, PartyData, open_earlier_model
+from splitveil.common.party.party_data import PartyData, open_earlier_model
 from splitveil.common.party.party_status import reference_bins
 from splitveil.common.record.model_files import PretrainedWeights, identity_metadata, save_model
 from splitveil.common.run.course import AlignedRows
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from splitveil.common.models.ranks import Ranks
 
 logger = logging.getLogger("splitveil.passive_party")
+
+_COMPARED = 2**14  # rows with which those that are asked for later are compared
 
 
 def evaluation_labels(settings: PassiveSettings) -> PartyData | None:
@@ -85,7 +87,8 @@ class BottomBuilder:
         if encoder is None or features is None:
             raise SettingsError("data.features: the passive party needs features")
         self.encoder = encoder
-        sample = rows.file_rows[rows.splits["train"]][:FIT_ROWS]  # the common order is random
+        known = rows.file_rows[rows.splits["train"]]
+        sample = np.random.default_rng(0).permutation(known)[:_COMPARED]
         block = self._data.features(encoder, sample).rows(slice(None))
         self._bins = reference_bins(encoder.by_column(block))
         digest = self._data.digest(encoder, features) + self._pretrained.digest

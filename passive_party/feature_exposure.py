@@ -112,7 +112,8 @@ def right_guesses(
     # A unit that is silent on these rows says nothing.
     activations = (activations - activations.mean(axis=0)) / np.where(spread > 0, spread, np.inf)
     nearest = _nearest_rows(activations, known)
-    of_network = _by_network(activations, columns, known) if has_network else [None] * len(columns)
+    is_trained = has_network and len(columns)
+    of_network = _by_network(activations, columns, known) if is_trained else [None] * len(columns)
     for column, guess in zip(columns, of_network, strict=True):
         guesses = [
             *(() if guess is None else (guess,)),
@@ -134,7 +135,7 @@ def random_directions(dimensions: int, seed: int) -> _Numbers:
 
 def _by_network(activations: _Numbers, columns: Sequence[Column], known: int) -> _Rows:
     """Return the classes that a network guesses, (columns, rows): one for all columns at once."""
-    most = min(_MOST_GUESSED, max((int(c.classes.max()) + 1 for c in columns), default=1))
+    most = min(_MOST_GUESSED, max(int(c.classes.max()) + 1 for c in columns))
     targets = np.array([np.minimum(column.classes[:known], most - 1) for column in columns]).T
     given, drawn = activations.astype(np.float32), np.random.default_rng(_SEED)
     widths = (given.shape[1], _HIDDEN, _HIDDEN, len(columns) * most)
@@ -143,12 +144,12 @@ def _by_network(activations: _Numbers, columns: Sequence[Column], known: int) ->
         for before, width in pairwise(widths)
     ]  # the last row of each is its bias
     momenta, squares = ([np.zeros_like(layer) for layer in layers] for _ in range(2))
-    steps = -(-_EPOCHS * known // _BATCH) if columns else 0
+    steps = -(-_EPOCHS * known // _BATCH)
     with threadpool_limits(1):  # more threads gain nothing on small batches, and wait
         for step in range(steps):
             rows = drawn.integers(known, size=min(known, _BATCH))
             kept = (drawn.random((len(rows), _HIDDEN), np.float32) >= _DROPPED) / (1 - _DROPPED)
-            *inputs, output = _forward(given[rows], layers, kept.astype(np.float32))
+            *inputs, output = _forward(given[rows], layers, kept)
             scores = output.reshape(len(rows), len(columns), most)
             change = np.exp(scores - scores.max(axis=2, keepdims=True))
             change /= change.sum(axis=2, keepdims=True)
@@ -157,7 +158,8 @@ def _by_network(activations: _Numbers, columns: Sequence[Column], known: int) ->
             rate = _LEARNING_RATE * (1 + math.cos(math.pi * step / steps)) / 2
             for number in (2, 1, 0):  # cross entropy's gradient, from the last layer on
                 slope, layer = inputs[number].T @ change, layers[number]
-                change = change @ layer[:-1].T * (inputs[number][:, :-1] > 0)
+                if number:
+                    change = change @ layer[:-1].T * (inputs[number][:, :-1] > 0)
                 if number == 1:
                     change *= kept
                 # Adam (Kingma and Ba, ICLR 2015)

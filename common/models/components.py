@@ -41,6 +41,7 @@ MOST_DENSE = 4096
 _MOST_BITS = 127  # of a row, without the bit that is always 1
 _CLIP = 5.0
 FIT_ROWS = 2**12  # rows whose codes are held at once
+_AT_ONCE = 256  # rows that are computed at once, each entry of each by the cut's width
 _ROUNDED = 1e-3  # a score's variance, which is 1, is less if there was nearly none to scale
 _TINY = 1e-9  # share of the largest variance below which a component is rounding
 
@@ -79,7 +80,8 @@ class Codes:
         product: Callable[[Any, Any], Any]
         look_up: Callable[[Any], Any]
         if isinstance(weight, np.ndarray):
-            # Unlike a product by BLAS, it gives a row the same bits whatever rows are beside it.
+            # Unlike a product by BLAS, a sixth as long, it gives a row the same bits whatever rows
+            # are beside it.
             product, look_up = partial(np.einsum, "rc,cw->rw"), weight.__getitem__
             found: Any = np.zeros((len(features), weight.shape[1]), np.float32)
         else:
@@ -155,7 +157,8 @@ class ComponentsBottom(Codes):
         return {"weight": self.weight, "bias": self.bias, "limit": self.limit}
 
     def load_state_dict(self, state: Mapping[str, Values]) -> None:
-        self.weight, self.bias, self.limit = (state[name] for name in self.state_dict())
+        for name, values in self.state_dict().items():
+            values[...] = state[name]  # of other shapes, it raises ValueError
 
     def put_into(self, network: Any) -> None:
         """Give a network of the same shapes these weights."""
@@ -165,8 +168,12 @@ class ComponentsBottom(Codes):
 
     def __call__(self, features: Features) -> Values:
         """Return activations; a row's bits depend on no other row."""
-        found: Values = self.values(features, self.weight, self.starts) + self.bias
-        return found.clip(-self.limit, self.limit).reshape(-1, *self.cut_shape).astype(np.float32)
+        found = np.empty((len(features), *self.cut_shape), np.float32)
+        for start in range(0, len(found), _AT_ONCE):
+            at = slice(start, start + _AT_ONCE)
+            values = self.values(features.rows(at), self.weight, self.starts) + self.bias
+            found[at] = values.clip(-self.limit, self.limit).reshape(-1, *self.cut_shape)
+        return found
 
     def codes(self, features: Features) -> Values:
         """Return the codes, (rows, codes) float32."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import yaml
 from rich.console import Console
+from threadpoolctl import threadpool_limits
 
 from splitveil.common.errors import SettingsError, SplitveilError
 from splitveil.common.party.arguments import print_json
@@ -88,12 +89,13 @@ def prepare(settings: PartySettings, rank: Rank = ONLY) -> Any:
     most_open_files(raised=True)
     _find_own_modules(settings)
     device = device_of(settings, rank)
+    threads = settings.torch_threads or max(1, num_cores() // rank.local_size)
     if device is None:
+        threadpool_limits(threads)
         return None
     import torch  # noqa: PLC0415 - a party without a network needs none
 
-    cores = num_cores() // rank.local_size
-    torch.set_num_threads(settings.torch_threads or max(1, cores))
+    torch.set_num_threads(threads)
     torch.manual_seed(settings.model_seed + 1_000_003 * rank.number)  # for dropout
     return device
 
@@ -302,7 +304,10 @@ def run_as_party(
         take_part(settings, Process(device, interruption, restarts=rank.restarts))
         return
     if learner_of_rank is None:
-        raise SettingsError("the model of these settings is computed in one process")
+        raise SettingsError(
+            "bottom_model: components of a one-shot run are computed in one process: start run "
+            "without torchrun"
+        )
     from splitveil.common.models.data_parallel import work  # noqa: PLC0415 - it needs torch
 
     with joined(rank, device, facts_of(settings, device, *facts), interruption) as ranks:

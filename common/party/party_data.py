@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 LARGE_FILE_BYTES = 2**30
-FIT_ROWS = 2**14
 _IDS_AT_ONCE = 2**16
 _ROWS_AT_ONCE = 2**12
 _NAMED = 50

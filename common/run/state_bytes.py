@@ -65,7 +65,7 @@ def _is_tensor(value: object) -> bool:
 def to_safetensors(values: Mapping[str, Any], metadata: dict[str, str] | None = None) -> bytes:
     """Return tensors and arrays as a file holds them; torch is imported only for tensors."""
     if not any(map(_is_tensor, values.values())):
-        arrays = {name: np.ascontiguousarray(value) for name, value in values.items()}
+        arrays = {name: np.asarray(value, order="C") for name, value in values.items()}
         return bytes(safetensors.numpy.save(arrays, metadata))
     import torch  # noqa: PLC0415 - whose values they are
     from safetensors.torch import save  # noqa: PLC0415

@@ -221,8 +221,11 @@ def try_to_measure(
             write_exposure(folder, found)
             # By itself: no release that the peer makes up may keep the rest from being written.
             what = "information values of the columns"
-            values, (each, spare) = information_values(trainer, encoder), losses(trainer, encoder)
-            write_exposure(folder, replace(found, values=values, losses=each, spare=spare))
+            found = replace(found, values=information_values(trainer, encoder))
+            write_exposure(folder, found)
+            what = "what is lost without a column"
+            each, spare = losses(trainer, encoder)
+            write_exposure(folder, replace(found, losses=each, spare=spare))
     except SplitveilError as error:  # a full disk needs no traceback
         logger.error("%s", error)
     except Exception:

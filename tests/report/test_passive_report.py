@@ -255,7 +255,7 @@ def test_what_columns_say_about_the_outcome_is_a_table_with_its_bins_in_the_deta
     write_exposure(run / "passive", replace(found, values=values))
     assert (run / "passive" / "exposure.json").stat().st_mode & 0o077 == 0
     first, _ = write_passive_report(run).read_text(encoding="utf-8").split("<details>")
-    assert "what we got is too noisy to show" in first
+    assert "cannot be told from what we got" in first
     assert '<td class="number">cannot be told (0.00 to 0.40)</td>' in first
     each = {"sent": (0.55, 0.412, 0.618), "kept": (0.001, 0, 0.021), "hidden": (0.001, 0, 0.03)}
     losses = tuple(ColumnLoss((name,), *one) for name, one in each.items())

@@ -288,7 +288,6 @@ class FeatureExposure:
     remedy: str = ""  # what fewer numbers would have given away, in words
     values: tuple[ColumnValue, ...] = ()  # what the columns say about the outcome, by a release
     losses: tuple[ColumnLoss, ...] = ()  # and what is lost without each of them
-    spare: ColumnLoss | None = None  # without those that can be left out together
 
     @property
     def disclosure(self) -> float:

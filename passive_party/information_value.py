@@ -31,7 +31,7 @@ interval reaches over both. What no linear model of codes shows in the bits stay
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -55,7 +55,6 @@ _MISSING = "missing"
 _PRIOR = 0.3  # a strong column's, by Siddiqi's rule of thumb
 _SHOWN = 1e-3  # of the most information, along a direction that a release shows
 SMALL_LOSS = 0.03  # of what all columns explain
-_MOST_SPARE = 32  # columns that are left out together
 
 _Numbers = npt.NDArray[np.float64]
 
@@ -88,9 +87,9 @@ class ColumnValue:
 
 @dataclass(frozen=True)
 class ColumnLoss:
-    """What is lost of all that columns explain without some of them."""
+    """What is lost of all that columns explain without one of them; shares."""
 
-    names: tuple[str, ...]
+    name: str
     loss: float
     low: float  # of the 95 % interval
     high: float
@@ -102,18 +101,16 @@ class ColumnLoss:
         return f"{100 * self.loss:.0f} ({low} to {high})"
 
 
-def losses(
-    trainer: "ComponentsTrainer", encoder: "FeatureEncoder"
-) -> tuple[tuple[ColumnLoss, ...], ColumnLoss | None]:
-    """Return what is lost without each column, largest first, and without all that can be spared.
+def losses(trainer: "ComponentsTrainer", encoder: "FeatureEncoder") -> tuple[ColumnLoss, ...]:
+    """Return what is lost without each column, largest first.
 
     Nothing without a release of one value a row, or if it does not show that columns say anything.
     """
     if trainer.released is None or trainer.released[1].shape[1] != 1:
-        return (), None
+        return ()
     model, (positions, values, sigma) = trainer.model, trainer.released
     if not isinstance(model, ComponentsBottom) or model.num_codes > MOST_DENSE:
-        return (), None
+        return ()
     rows = trainer.arrays(positions)
     if sigma:
         one = np.zeros((len(positions), 1), np.int64)
@@ -126,72 +123,45 @@ def losses(
 
 def losses_of(
     statistics: "LabelStatistics", names: npt.NDArray[np.object_]
-) -> tuple[tuple[ColumnLoss, ...], ColumnLoss | None]:
-    """Return the same of statistics; ``names`` are the codes' columns, (codes,).
-
-    What can be spared is chosen by one of two estimates that noise makes of the one that there is,
-    independent and each of twice its variance (Rasines and Young, Biometrika 110, 2023), and judged
-    by the other: one column more at a time, up to the first set that may lose too much, so that one
-    release in 40 names columns that lose more (a fixed sequence of tests: Maurer et al., 1995).
-    """
+) -> tuple[ColumnLoss, ...]:
+    """Return the same of statistics; ``names`` are the codes' columns, (codes,)."""
     count, covariance = statistics.num_rows, statistics.covariance
     scale = scales(covariance)
     covariance = covariance / np.outer(scale, scale)
     shown, directions = np.linalg.eigh(statistics.information / np.outer(scale, scale))
     is_shown = shown > _SHOWN * shown[-1]
     directions, unseen = directions[:, is_shown], directions[:, ~is_shown]
-    found = directions.T @ (statistics.pull[:, 0] / scale) / shown[is_shown]
-    of_found = 1 / (count * shown[is_shown])
+    along = directions.T @ (statistics.pull[:, 0] / scale) / shown[is_shown]
+    variances = 1 / (count * shown[is_shown])
+    weight, errors = directions @ along, (directions * variances) @ directions.T
+    explaining = covariance @ weight
+    bent = covariance @ errors
+    explained = float(weight @ explaining - np.trace(bent))
+    error = 4 * explaining @ errors @ explaining + 2 * np.sum(bent * bent.T)
+    if not explained > _SURE * float(error) ** 0.5:
+        return ()
     precision = np.linalg.inv(covariance + 1e-6 * np.eye(len(scale)))
+    of_unseen = max(float(along @ along - variances.sum()), 0.0) / len(along)
 
-    def estimated(along: _Numbers, variances: _Numbers) -> Callable[..., ColumnLoss] | None:
-        """Return what says what is lost without some columns; None if nothing is explained."""
-        weight, errors = directions @ along, (directions * variances) @ directions.T
-        explaining = covariance @ weight
-        bent = covariance @ errors
-        explained = float(weight @ explaining - np.trace(bent))
-        error = 4 * explaining @ errors @ explaining + 2 * np.sum(bent * bent.T)
-        if not explained > _SURE * float(error) ** 0.5:
-            return None
-        of_unseen = max(float(along @ along - variances.sum()), 0.0) / len(along)
+    def without(column: str) -> ColumnLoss:
+        codes = np.flatnonzero(names == column)
+        left = np.linalg.inv(precision[np.ix_(codes, codes)]) / explained
+        bent = left @ errors[np.ix_(codes, codes)]
+        value = float(weight[codes] @ left @ weight[codes])
+        gradient = -max(value - np.trace(bent), 0.0) * explaining / explained
+        gradient[codes] += left @ weight[codes]
+        found = _interval(
+            value,
+            4 * float(gradient @ errors @ gradient),
+            float(np.trace(bent)),
+            2 * float(np.sum(bent * bent.T)),
+        )
+        hidden = of_unseen * float(((left @ unseen[codes]) * unseen[codes]).sum())
+        loss, low, high = np.minimum([*found[:2], found[2] + hidden], 1.0).tolist()
+        return ColumnLoss(column, loss, low, high)
 
-        def without(*columns: str) -> ColumnLoss:
-            codes = np.flatnonzero(np.isin(names, columns))
-            left = np.linalg.inv(precision[np.ix_(codes, codes)]) / explained
-            bent = left @ errors[np.ix_(codes, codes)]
-            value = float(weight[codes] @ left @ weight[codes])
-            gradient = -max(value - np.trace(bent), 0.0) * explaining / explained
-            gradient[codes] += left @ weight[codes]
-            interval = _interval(
-                value,
-                4 * float(gradient @ errors @ gradient),
-                float(np.trace(bent)),
-                2 * float(np.sum(bent * bent.T)),
-            )
-            hidden = of_unseen * float(((left @ unseen[codes]) * unseen[codes]).sum())
-            loss, low, high = np.minimum([*interval[:2], interval[2] + hidden], 1.0).tolist()
-            return ColumnLoss(columns, loss, low, high)
-
-        return without
-
-    without = estimated(found, of_found)
-    if without is None:
-        return (), None
-    each = sorted(map(without, sorted({*names} - {""})), key=lambda one: (-one.loss, -one.high))
-    noise = np.random.default_rng(0).normal(size=len(found)) * np.sqrt(of_found)
-    chooses, judges = (estimated(one, 2 * of_found) for one in (found + noise, found - noise))
-    spare: ColumnLoss | None = None
-    if chooses is not None and judges is not None:
-        chosen: tuple[str, ...] = ()
-        for one in sorted((chooses(*one.names) for one in each), key=lambda one: one.loss):
-            if len(chosen) < _MOST_SPARE and chooses(*chosen, *one.names).loss <= SMALL_LOSS:
-                chosen += one.names
-        for number in range(1, len(chosen) + 1):
-            judged = judges(*chosen[:number])
-            if judged.high > SMALL_LOSS:
-                break
-            spare = judged
-    return tuple(each), spare
+    each = map(without, sorted({*names} - {""}))
+    return tuple(sorted(each, key=lambda one: (-one.loss, -one.high)))
 
 
 def information_values(

@@ -224,8 +224,7 @@ def try_to_measure(
             found = replace(found, values=information_values(trainer, encoder))
             write_exposure(folder, found)
             what = "what is lost without a column"
-            each, spare = losses(trainer, encoder)
-            write_exposure(folder, replace(found, losses=each, spare=spare))
+            write_exposure(folder, replace(found, losses=losses(trainer, encoder)))
     except SplitveilError as error:  # a full disk needs no traceback
         logger.error("%s", error)
     except Exception:

@@ -29,14 +29,10 @@ from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceStatus
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.endpoints import series_of
+from tests.support.records import known
 
 UNIFORM = np.arange(1000) / 1000
 SCORES = ("splitveil_score_psi", (("score", "0"),))
-
-
-def known(index: float | None) -> float:
-    assert index is not None
-    return index
 
 
 def watching(values: NDArray[Any]) -> tuple[Drift, Callable[[], float | None]]:

@@ -29,14 +29,10 @@ from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceStatus
 from splitveil.passive_party.settings import PassiveSettings
 from tests.support.endpoints import series_of
+from tests.support.records import known
 
 UNIFORM = np.arange(1000) / 1000
 SCORES = ("splitveil_score_psi", (("score", "0"),))
-
-
-def known(index: float | None) -> float:
-    assert index is not None
-    return index
 
 
 def watching(values: NDArray[Any]) -> tuple[Drift, Callable[[], float | None]]:
@@ -87,7 +83,30 @@ def test_a_warning_comes_once_a_window_and_holds_no_value(
         for _ in range(20):
             drift.note(np.full(100, 0.123456))
     assert len(caplog.messages) == 2
-    assert all("1,000 rows" in one and "0.123" not in one for one in caplog.messages)
+    told = "drift: the last 1,000 rows differ from those of the run (PSI "
+    assert all(one.startswith(told) and "0.123" not in one for one in caplog.messages)
+
+
+def test_of_several_classes_the_one_whose_probabilities_moved_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    scores = np.random.default_rng(6).random((1000, 3), np.float32)
+    then = by_score(scores)
+    assert [then[name].tolist() for name in ("0", "1", "2")] == scores.T.tolist()
+    assert by_score(scores[:, 0]).keys() == {"0"}
+    gauge = Gauge("psi", "", ["score"], registry=CollectorRegistry())
+    drift = Drift(reference_bins(then), by_score, gauge, "predictions")
+    with caplog.at_level(logging.WARNING):
+        for moved in (1, 2):
+            now = scores.copy()
+            now[:, moved] **= 3
+            drift.note(now)
+            (shown,) = (one for family in gauge.collect() for one in family.samples)
+            assert shown.labels == {"score": str(moved)}
+            assert shown.value > 0.25
+    told = "drift: the last 1,000 predictions differ from those of the run, most in {} (PSI "
+    assert len(caplog.messages) == 2
+    assert all(one.startswith(told.format(k)) for k, one in enumerate(caplog.messages, 1))
 
 
 def test_too_few_rows_of_the_run_are_no_reference() -> None:
@@ -106,16 +125,22 @@ def psi_of(status: InferenceStatus) -> dict[str, float]:
 
 
 def answering(drift: Drift) -> AnswerService:
+    """Return a service whose fallback model predicts 1/2 for all ids."""
     nothing: Any = None
     predictor: Any = SimpleNamespace(model=SimpleNamespace(shape_of_row=()))
+    fallback: Any = SimpleNamespace(
+        predict=lambda _question, left: Predictions(
+            np.full(len(left), 0.5, np.float32), np.ones(len(left), np.bool_), {}
+        )
+    )
     rules = Rules(1000, 1.0, None, RateLimit(None))
-    service = AnswerService(predictor, nothing, nothing, nothing, rules, nothing)
+    service = AnswerService(predictor, nothing, nothing, nothing, rules, nothing, fallback)
     service.drift = drift
     return service
 
 
 def answer(service: AnswerService, scores: NDArray[np.float32]) -> None:
-    """Let a service give out scores, and as many ids again that are not known or not allowed."""
+    """Let a service give out scores, the fallback model's for as many ids, and none for one."""
     found = np.arange(2 * len(scores)) % 2 == 0
     values = np.full(len(found), np.nan, np.float32)
     values[found] = scores
@@ -124,7 +149,8 @@ def answer(service: AnswerService, scores: NDArray[np.float32]) -> None:
     ids = [str(one) for one in range(len(found))]
     is_allowed = np.append(np.ones(len(ids), np.bool_), False)
     pending = PendingReply(IdQuestion(ids), len(is_allowed), is_allowed, joint, None)
-    service.finish(Call("program"), pending)
+    served = service.finish(Call("program"), pending)
+    assert all(served.models.count(one) == len(scores) for one in ("joint", "fallback"))
 
 
 @pytest.fixture(scope="module")

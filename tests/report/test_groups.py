@@ -1,7 +1,6 @@
 """Predictions by group of the label owner's rows: the figures, and their way to the page."""
 
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -17,19 +16,15 @@ from splitveil.common.errors import DataError
 from splitveil.common.privacy.figures import GroupFigures
 from splitveil.common.record.run_record import find_summary
 from tests.report.test_report import page_of, words_of, write_run
+from tests.support.records import known
 
 ROWS = 2000
-FoundT = TypeVar("FoundT")
+OTHER = "other: of fewer than 50 rows, or beyond 50 groups"
 
 
 def group_codes(rng: np.random.Generator) -> np.ndarray:
     """Return code 0 for most rows, 1 for a third, 2 for a few, and -1 for no entry."""
     return rng.choice([0, 1, 2, -1], ROWS, p=[0.5, 0.35, 0.01, 0.14]).astype(np.int32)
-
-
-def known(found: FoundT | None) -> FoundT:
-    assert found is not None
-    return found
 
 
 def figures_of(groups: CategoricalColumn, test: HeldOutPredictions) -> dict[str, GroupFigures]:
@@ -50,7 +45,7 @@ def test_each_group_has_the_figures_of_its_own_rows() -> None:
     assert names == ["all rows", "north", "south", "no entry"]
     assert sum(one.rows or 0 for one in found.values()) == 2 * ROWS
     assert found[other] == GroupFigures(other, (codes == 2).sum())  # too few for any figure
-    assert other.startswith("other: of fewer than 50 rows")
+    assert other == OTHER
     for name, rows in (("north", codes == 0), ("south", south), ("no entry", codes == -1)):
         one, auc = found[name], known(found[name].auc)
         assert auc.value == pytest.approx(roc_auc_score(labels[rows], scores[rows]))
@@ -77,9 +72,21 @@ def test_an_interval_of_a_share_is_wilson_s_and_small_classes_have_no_auc() -> N
     assert (actual.low, actual.high) == pytest.approx((0.00237, 0.00853), abs=1e-5)
 
 
+def test_the_largest_groups_have_figures_and_the_rest_is_one() -> None:
+    codes = np.repeat(np.arange(60, dtype=np.int32), 50)
+    codes[:10] = 59  # the last group has 60 rows, the first has 40
+    groups = CategoricalColumn(codes, pa.array([f"region {number}" for number in range(60)]))
+    test = HeldOutPredictions(torch.arange(3000.0), torch.arange(3000.0) % 2)
+    first, *own, other = known(measure_groups(groups, np.arange(3000), test))
+    assert (first.group, first.rows) == ("all rows", 3000)
+    assert [one.group for one in own] == [f"region {k}" for k in (59, *range(1, 50))]
+    assert (other.group, other.rows) == (OTHER, 40 + 9 * 50)
+
+
 ONE_SHOT = {"contract.exchange": "one_shot", "passive.bottom_model": {"kind": "pca"}}
-GRADIENTS = {"contract.epochs": 2, "active.leak_monitor": None}
 ASKED = {"active.report.group_column": "region"}
+GRADIENTS = {"contract.epochs": 2, **ASKED}
+TRAINED = {**GRADIENTS, "active.inference.model": "trained"}
 
 
 def table_of(run: Run) -> dict[str, GroupFigures] | None:
@@ -87,21 +94,28 @@ def table_of(run: Run) -> dict[str, GroupFigures] | None:
     return None if groups is None else {one.group: one for one in groups}
 
 
-@pytest.mark.parametrize("exchange", [ONE_SHOT, GRADIENTS | ASKED])
+@pytest.mark.parametrize("exchange", [ONE_SHOT, GRADIENTS, TRAINED])
 def test_a_run_or_a_later_refit_measures_the_model_that_predicts(
     exchange: dict[str, object], tmp_path: Path
 ) -> None:
+    """Rows without a label are left out; they come first, and would shift all groups by 50 rows."""
     rng = np.random.default_rng(2)
     codes, columns = group_codes(rng), rng.normal(size=(ROWS, 3))
     labels = (columns[:, 0] + columns[:, 1] > 0).astype(int)
     labels[codes == 1] = rng.integers(0, 2, (codes == 1).sum())
     regions = np.array(["north", "south", "far", None])[codes]
-    own = {"id": range(ROWS), "y": labels, "region": regions.tolist(), "age": columns[:, 2]}
+    own = {
+        "id": [*range(ROWS, ROWS + 50), *range(ROWS)],
+        "y": [None] * 50 + labels.tolist(),
+        "region": ["north"] * 50 + regions.tolist(),
+        "age": np.append(np.zeros(50), columns[:, 2]),
+    }
     settings = {
         "contract.split": {"kind": "hash", "train": 0.5, "test": 0.5},
         "contract.batch_size": 100,
         "active.optimizer.learning_rate": 0.02,
         "active.refit.epochs": 5,
+        "active.data.unlabelled_rows": "leave_out",
         "active.data.features": {"numeric": ["age"]},  # the groups are none
     }
     (run,) = simulate(
@@ -110,18 +124,25 @@ def test_a_run_or_a_later_refit_measures_the_model_that_predicts(
         label="y",
         key="id",
         settings=settings | exchange,
+        attacks=[],
         runs=tmp_path,
         threads=1,
     )
-    if not exchange.keys() & ASKED.keys():
+    if exchange is ONE_SHOT:
         assert table_of(run) is None
         run.refit({"report.group_column": "region"})
     found = known(table_of(run))
     everyone, north, south = (known(found[name].auc) for name in ("all rows", "north", "south"))
     assert south.value < 0.62
     assert north.value > 0.9
-    assert everyone.value == pytest.approx(run.summary.get("test_auc_refit", run.test_auc))
-    if exchange.keys() & ASKED.keys():
+    if exchange is TRAINED:
+        assert run.summary["test_auc_refit"] != pytest.approx(run.test_auc)
+        assert everyone.value == pytest.approx(run.test_auc)
+        run.refit({"refit.epochs": 1})
+        assert table_of(run) == found
+    else:
+        assert everyone.value == pytest.approx(run.summary.get("test_auc_refit", run.test_auc))
+    if exchange is GRADIENTS:
         page = words_of(write_report(run.path).read_text(encoding="utf-8"))
         assert "Predictions by region" in page
         assert f"{south.value:.3f} ({south.low:.3f} to {south.high:.3f})" in page

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pytest
@@ -13,6 +13,13 @@ from torch import Tensor
 
 from splitveil.common.record.run_record import METRICS, Line, Summary, parts_of
 from splitveil.common.text.values import from_form
+
+FoundT = TypeVar("FoundT")
+
+
+def known(found: FoundT | None) -> FoundT:
+    assert found is not None
+    return found
 
 
 def append_lines(folder: Path, *lines: Line, time_s: float = 0.1) -> None:

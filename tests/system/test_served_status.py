@@ -169,11 +169,16 @@ def test_drift_is_shown_from_a_thousand_rows_on_and_test_rows_have_none(tmp_path
 
 
 @pytest.fixture(scope="module")
-def seen_of_swapped(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def swapped(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder = tmp_path_factory.mktemp("swapped")
     write_wide_deep(folder)
     swap_labels(folder / "active.csv")
-    return seen_after_requests(train(folder, folder / "runs", active=(FALLBACK,)))
+    return train(folder, folder / "runs", active=(FALLBACK,))
+
+
+@pytest.fixture(scope="module")
+def seen_of_swapped(swapped: Trained) -> Seen:
+    return seen_after_requests(swapped)
 
 
 @pytest.mark.parametrize("party", ["active", "passive"])
@@ -185,6 +190,23 @@ def test_metrics_are_the_same_if_all_labels_are_swapped(
     assert not np.array_equal(seen.probabilities, seen_of_swapped.probabilities, equal_nan=True)
     assert without_time(series_of(here)) == without_time(series_of(there))
     assert len(without_time(series_of(here))) > 20
+
+
+def test_drift_at_the_feature_owner_is_the_same_if_all_labels_are_swapped(
+    small: Trained, swapped: Trained
+) -> None:
+    pages = []
+    for trained in (small, swapped):
+        port = free_port()
+        with (
+            inference.serving_passive(trained.passive("passive"), port) as service,
+            answering(trained, ports={"passive": port}) as program,
+        ):
+            while value_of(service.status, "splitveil_embed_ids_total", outcome="known") < 1000:
+                program.ask(small.test_ids)
+        pages.append(without_time(series_of(service.status)))
+    assert pages[0] == pages[1]
+    assert "splitveil_column_psi" in names_in(pages[0])
 
 
 def test_the_feature_owner_has_no_metric_of_predictions_or_labels(seen: Seen) -> None:

@@ -3,16 +3,22 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sklearn import ensemble
 from torch import Tensor, nn
 
+from splitveil import simulate
+from splitveil.active_party import results
+from splitveil.active_party.training import own_models
 from splitveil.active_party.training.boosting import WithTrees, columns_of, with_trees
 from splitveil.active_party.training.label_kinds import ClassLabels, LossWeights, NumberLabels
 from splitveil.active_party.training.own_models import (
+    HELD_OUT_SHARE,
     CutMemory,
     Fitting,
     KnownRows,
@@ -128,6 +134,42 @@ def test_weights_of_three_classes_move_the_shares_to_theirs() -> None:
     own = same_features(labels, LossWeights(None, torch.tensor([1.0, 2.0, 5.0])))
     found = predictions_alone(trained(own, 3), features_of(own))[0]
     assert found == pytest.approx([1 / 8, 2 / 8, 5 / 8], abs=0.05)
+
+
+def test_a_large_table_needs_few_epochs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first, as many whole epochs as 200 rows are."""
+    fitted: list[int] = []
+    training: list[int] = []
+
+    def noting(model: nn.Module, own: KnownRows, chosen: Tensor, fitting: Fitting) -> nn.Module:
+        training.append(len(chosen))
+        model.register_forward_hook(
+            lambda one, _given, logits: fitted.append(len(logits)) if one.training else None
+        )
+        return fit(model, own, chosen, fitting)
+
+    monkeypatch.setattr(results, "_ROWS_ALONE", 200)
+    monkeypatch.setattr(results, "fit", noting)
+    x = np.random.default_rng(1).normal(size=(300, 2))
+    simulate(
+        active={"id": range(300), "y": (x.sum(axis=1) > 0).astype(int), "own": x[:, 0]},
+        passive={"id": range(300), "a": x[:, 1]},
+        label="y",
+        key="id",
+        settings={
+            "contract.exchange": "one_shot",
+            "contract.split": {"kind": "hash", "train": 0.3, "test": 0.7},
+            "passive.bottom_model": {"kind": "pca"},
+            "active.serving.fallback": True,
+        },
+        attacks=[],
+        runs=tmp_path,
+        threads=1,
+    )
+    (rows,) = training
+    assert 60 < rows < 120
+    epochs = sum(fitted) / (rows - round(HELD_OUT_SHARE * rows))
+    assert epochs == 1 + 200 // rows
 
 
 @pytest.mark.parametrize("num_classes", [2, 3])
@@ -256,6 +298,31 @@ def test_no_trees_grow_on_a_class_of_few_rows() -> None:
     labels = (torch.arange(500) < 19).float()
     columns = torch.randn(500, 2)
     assert with_trees(Top(), columns, labels, ClassLabels(), LossWeights(), seed=3) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "limit", "count"),
+    [("ROWS", 200, 200), ("NUMBERS", 3 * 150 + 2, 150), ("COLUMNS", 3, 500), ("COLUMNS", 2, None)],
+)
+def test_trees_grow_on_no_more_than_so_many_rows(
+    name: str, limit: int, count: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(own_models, f"_MOST_{name}_OF_TREES", limit)
+    monkeypatch.setattr(own_models, "with_trees", lambda *given: seen.append(given))
+    own = known((torch.arange(1000) % 3 == 0).float())
+    own = own._replace(weights=LossWeights(torch.linspace(0.5, 1.5, 1000)))
+    order = torch.randperm(1000, generator=torch.Generator().manual_seed(2))[:500]
+    assert own.with_trees(Top(), order, 5) is None
+    if count is None:
+        assert not seen
+        return
+    ((_, columns, labels, _, (weights, _), _),) = seen
+    assert own.memory is not None
+    assert own.weights.of_rows is not None
+    assert torch.equal(columns, own.memory.at(order[:count]))
+    assert torch.equal(labels, own.labels[order[:count]])
+    assert torch.equal(weights, own.weights.of_rows[order[:count]])
 
 
 def test_the_mean_with_trees_is_taken_where_it_is_better() -> None:

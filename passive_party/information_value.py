@@ -6,7 +6,8 @@ codes b explain L = w' M w less, where M = ((S^-1)_bb)^-1 is what the others lea
 of b. A release shows w with an error of covariance V (Gauss and Markov; of noisy sums: along the
 directions that they show). With V's tr(M V) taken off, L / R is the share that is lost, and its
 interval that of an information value below. Along directions that no sum shows, the upper end takes
-weights to be as large as along others.
+weights to be as large as along others; it is 1 if they hold, less what the other columns explain,
+more than half of a column's variance.
 
 **By itself.** For an outcome of two classes:
 
@@ -156,8 +157,10 @@ def losses_of(
             float(np.trace(bent)),
             2 * float(np.sum(bent * bent.T)),
         )
-        hidden = of_unseen * float(((left @ unseen[codes]) * unseen[codes]).sum())
-        loss, low, high = np.minimum([*found[:2], found[2] + hidden], 1.0).tolist()
+        hidden = float(((left @ unseen[codes]) * unseen[codes]).sum())
+        is_hidden = 2 * explained * hidden > covariance[codes, codes].sum()
+        high = 1.0 if is_hidden else found[2] + of_unseen * hidden
+        loss, low, high = np.minimum([*found[:2], high], 1.0).tolist()
         return ColumnLoss(column, loss, low, high)
 
     each = map(without, sorted({*names} - {""}))

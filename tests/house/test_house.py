@@ -63,3 +63,9 @@ def test_no_question_of_joint_inference_has_a_place_for_labels_or_predictions(me
 
 def test_the_search_for_telltale_fields_sees_nested_messages() -> None:
     assert "MaskedPoints.points" in set(fields_reachable_from("AlignFrame"))
+
+
+def test_no_file_has_a_mark_of_an_unfinished_merge() -> None:
+    command = ["git", "grep", "-I", "--line-number", "--extended-regexp", "^(<{7} |>{7} )"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (found.returncode, found.stdout) == (1, ""), found.stderr

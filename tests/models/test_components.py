@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from scipy.stats import multivariate_normal
 from sklearn.linear_model import Ridge as ReferenceRidge
@@ -11,6 +12,7 @@ from sklearn.linear_model import Ridge as ReferenceRidge
 from splitveil.common.data.features import Features, FeatureShapes
 from splitveil.common.errors import InvalidMessage, SettingsError
 from splitveil.common.models.components import ComponentsBottom
+from splitveil.common.models.dense import ComponentsNetwork
 from splitveil.common.models.ridge import Ridge, statistics_of_labels, statistics_of_sums
 from splitveil.common.models.settings import PcaModel, ScoreModel
 
@@ -224,3 +226,61 @@ def test_a_column_s_share_is_the_same_of_a_score_of_any_scale() -> None:
     first = statistics.share(weight, np.array([0]))
     assert first == pytest.approx(0.8, abs=0.02)
     assert statistics.share(1e-20 * weight, np.array([0])) == pytest.approx(first)
+
+
+# ---- activations --------------------------------------------------------------------------------
+
+ALL_PARTS = FeatureShapes(
+    numeric_dim=4,
+    vocabulary_sizes=(5, 3),
+    image_shape=(2, 3, 3),
+    bins=(8, 4),
+    num_tokens=(6, 4),
+    max_lengths=(3, 2),
+)
+
+
+def rows_of_all_parts(count: int = 300) -> Features:
+    """Return numbers, of which one in the last row is extreme, categories, images and sequences."""
+    drawn = np.random.default_rng(11)
+    numeric = np.column_stack([drawn.uniform(-1, 9, (count, 2)), drawn.normal(size=(count, 2))])
+    numeric[-1, 2] = 1e3
+    lengths = drawn.integers(0, [4, 3], (count, 2))
+    is_there = np.concatenate([np.arange(w) < lengths[:, [at]] for at, w in enumerate((3, 2))], 1)
+    return Features(
+        numeric.astype(np.float32),
+        drawn.integers(0, [5, 3], (count, 2)),
+        drawn.integers(0, 256, (count, 2, 3, 3), dtype=np.uint8),
+        drawn.integers(0, [6, 6, 6, 4, 4], (count, 5)) * is_there,
+        lengths,
+    )
+
+
+def test_a_network_with_its_weights_computes_the_same_as_do_codes_written_out() -> None:
+    features, usual = rows_of_all_parts(), rows_of_all_parts().rows(slice(299))
+    model = ComponentsBottom(PcaModel(kind="pca"), ALL_PARTS, (2, 3))
+    model.fit(lambda: iter([usual]), is_final=True)
+    network = ComponentsNetwork(ALL_PARTS, (2, 3))
+    model.put_into(network)
+    found = model(features)
+    with torch.no_grad():
+        np.testing.assert_allclose(network(features.to("cpu")).numpy(), found, atol=1e-5)
+    linear = model.codes(features) @ model.weight + model.bias
+    is_clipped = np.abs(linear) > model.limit
+    assert is_clipped[-1].all()
+    assert not is_clipped[:-1].any()
+    expected = linear.clip(-model.limit, model.limit).reshape(-1, 2, 3)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    assert abs(found[:-1].mean(0)).max() < 1e-5  # the bias takes off the mean
+    assert np.ptp(model.codes(features), axis=0).min() > 0  # each code is in some row
+
+
+@pytest.mark.parametrize("width", [1, 4, 16])
+def test_a_row_s_bits_depend_on_no_other_row(width: int) -> None:
+    """A product by BLAS may add up in another order for another number of rows."""
+    features = rows_of_all_parts()
+    model = ComponentsBottom(PcaModel(kind="pca"), ALL_PARTS, (width,))
+    model.fit(lambda: iter([features]), is_final=True)
+    whole = model(features)
+    for part in (slice(0, 1), slice(1, 4), slice(5, 70)):
+        assert np.array_equal(model(features.rows(part)), whole[part])

@@ -285,13 +285,17 @@ def explained(codes: npt.NDArray[Any], chances: npt.NDArray[Any]) -> float:
     return float((design @ np.linalg.lstsq(design, chances, rcond=None)[0]).var())
 
 
-@pytest.mark.parametrize(("release", "ratio"), [("labels", 1.0), ("labels", 2.8), ("sums", 2.8)])
+@pytest.mark.parametrize(
+    ("release", "ratio", "unseen"),
+    [("labels", 1.0, 0), ("labels", 2.8, 0), ("sums", 2.8, 0), ("sums", 2.8, 3), ("sums", 2.8, 5)],
+)
 def test_intervals_of_what_is_lost_cover_a_strong_a_twin_and_an_unrelated_column(
-    release: str, ratio: float
+    release: str, ratio: float, unseen: int
 ) -> None:
     """At .95, at least .90 of 200 releases cover it, three standard errors below.
 
-    A twin says what its copy says: without either, nothing is lost, without both a lot.
+    A twin says what its copy says: without either, nothing is lost, without both a lot. Of the
+    strong column's five codes, some are in no sum.
     """
     generator = np.random.default_rng(8)
     x = generator.normal(size=(ROWS, 3))
@@ -304,13 +308,14 @@ def test_intervals_of_what_is_lost_cover_a_strong_a_twin_and_an_unrelated_column
     known = {name: 1 - explained(codes[:, names != name], chances) / total for name in each}
     assert known["strong"] > 0.5
     assert max(abs(known[one]) for one in ("twin", "copy", "unrelated")) < 0.001
-    every = np.column_stack([np.ones(ROWS), codes, codes])  # bits are the codes
-    products, counted = every.T @ every, every[:, [*range(1, 21), 0]]
-    deviation, covered = ratio * 21**0.5, Counter[str]()
+    every = np.column_stack([np.ones(ROWS), codes, codes[:, unseen:]])  # bits are codes
+    products, counted = every.T @ every, every[:, [*range(1 + unseen, 21), 0]]
+    num_sums, covered, strong = 21 - unseen, Counter[str](), list[tuple[float, float]]()
+    deviation = ratio * num_sums**0.5
     for _ in range(RELEASES):
         labels = (generator.random(ROWS) < chances) * 1.0
         if release == "sums":
-            sums = counted.T @ labels + deviation * generator.normal(size=21)
+            sums = counted.T @ labels + deviation * generator.normal(size=num_sums)
             statistics = statistics_of_sums(products, 20, sums[:, None], deviation)
         else:
             noisy = labels + ratio * generator.normal(size=ROWS)
@@ -321,11 +326,17 @@ def test_intervals_of_what_is_lost_cover_a_strong_a_twin_and_an_unrelated_column
         for one in found:
             assert 0 <= one.low <= one.high <= 1
             covered[one.name] += one.low - 0.001 <= known[one.name] <= one.high + 0.001
+            strong += [(one.loss, one.low)] if one.name == "strong" else []
+            assert one.name != "strong" or one.high > SMALL_LOSS
         covered["found"] += len(found) == 4
         covered["small"] += ("unrelated", True) in [(x.name, x.high <= SMALL_LOSS) for x in found]
     assert covered["found"] >= 0.95 * RELEASES
     assert min(covered[name] for name in each) >= 0.9 * covered["found"]
-    assert covered["small"] > 0.9 * RELEASES or release == "labels"
+    if not unseen:
+        loss, low = np.transpose(strong)
+        assert loss.mean() == pytest.approx(known["strong"], abs=0.03)
+        assert np.median(low) > 0
+    assert covered["small"] > 0.8 * RELEASES or release == "labels"
     assert covered["small"] == 0 or ratio == 1 or release == "sums"
 
 

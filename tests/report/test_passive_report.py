@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from html import escape, unescape
 from pathlib import Path
 
 import numpy as np
@@ -236,6 +237,11 @@ def test_the_page_says_what_left_to_whom_and_what_it_tells(tmp_path: Path) -> No
     assert "labels.example.org" not in page
 
 
+def shown_in_rows(page: str) -> list[str]:
+    """Return the names that a table's rows begin with."""
+    return [unescape(name) for name in re.findall(r'<tr><th scope="row">(.*?)</th>', page)]
+
+
 @pytest.mark.parametrize("release", ["noisy_labels", "noisy_sums"])
 def test_what_columns_say_about_the_outcome_is_a_table_with_its_bins_in_the_details(
     tmp_path: Path, release: str
@@ -248,18 +254,36 @@ def test_what_columns_say_about_the_outcome_is_a_table_with_its_bins_in_the_deta
         Bin("missing, from 18", 1500, 0.1, 0.02, -1.25, 0.2),
         Bin("b", 500, 0.4, 0.03, 0.5, 0.1),
     )
-    values = (ColumnValue("<x>", 0.5, 0.25, 0.75, bins), ColumnValue("sent", 0.1, 0.0, 0.4, bins))
     found = exposed()
     assert found is not None
+    weak = tuple(ColumnExposure(f"<{n}>", "number", 0.7 - n / 10, 0.25, 0.01) for n in range(8))
+    found = replace(found, columns=(*weak, *found.columns))
+    names = [one.name for one in sorted(found.columns, key=lambda one: -one.gain)]
+    assert len(names) == 12
+    values = [ColumnValue(name, 0.5, 0.25, 0.75, bins) for name in names]
+    values[names.index("sent")] = ColumnValue("sent", 0.1, 0.0, 0.4, bins)
     assert "stay at home" not in write_passive_report(run).read_text(encoding="utf-8")
-    write_exposure(run / "passive", replace(found, values=values))
+    write_exposure(run / "passive", replace(found, values=tuple(values[::-1])))
     assert (run / "passive" / "exposure.json").stat().st_mode & 0o077 == 0
-    first, _ = write_passive_report(run).read_text(encoding="utf-8").split("<details>")
-    assert "cannot be told from what we got" in first
+    first, details = write_passive_report(run).read_text(encoding="utf-8").split("<details>")
+    assert "That cannot be told from what we got." in first
     assert '<td class="number">cannot be told (0.00 to 0.40)</td>' in first
+    assert first.count("0.50 (0.25 to 0.75)</td>") == 9
+    assert "2 more columns are in the details." in first
+    of_bins, of_all = details.split("<h2>All columns</h2>")
+    assert shown_in_rows(first) == names[:10]
+    assert shown_in_rows(of_all)[:12] == names
+    assert of_bins.count("missing, from 18</td>") == 12
+    at = [of_bins.index(f'scope="row">{escape(one.name)}<br>') for one in values[::-1]]
+    assert at == sorted(at)
+    values = [ColumnValue("<x>", 0.5, 0.25, 0.75, bins), values[names.index("sent")]]
     each = {"sent": (0.55, 0.412, 0.618), "kept": (0.001, 0, 0.021), "<b>": (0.001, 0, 0.03)}
     losses = tuple(ColumnLoss(name, *one) for name, one in each.items())
-    write_exposure(run / "passive", replace(found, values=values, losses=losses))
+    found = replace(found, values=tuple(values), losses=losses[:1])
+    write_exposure(run / "passive", found)
+    first, _ = write_passive_report(run).read_text(encoding="utf-8").split("<details>")
+    assert "None for sure: without any one, more than 3 of 100 of what ours say" in first
+    write_exposure(run / "passive", replace(found, losses=losses))
     first, details = write_passive_report(run).read_text(encoding="utf-8").split("<details>")
     assert "nothing further was sent, and the bound for labels is the same" in first
     assert "</span></span>55 (41 to 62)</td>" in first

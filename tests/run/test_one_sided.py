@@ -231,14 +231,14 @@ def spoil(monkeypatch: pytest.MonkeyPatch, of_nan: str, of_wrong_key: str) -> No
         owner.update(zip(found, self._model.rows.ids_at(self._chunks[number]), strict=True))
         return found
 
-    def spoilt(secrets: Any, values: Tensor, limits: Any) -> pb.TableReply:
+    def spoilt(secrets: Any, values: Any, limits: Any) -> pb.TableReply:
         owners = [owner[secret] for secret in secrets]
-        is_nan = torch.tensor([text == of_nan for text in owners])[:, None]
+        is_nan = np.array([text == of_nan for text in owners])[:, None]
         keys = [
             secret._replace(key=bytes(32)) if text == of_wrong_key else secret
             for text, secret in zip(owners, secrets, strict=True)
         ]
-        return seal(keys, values.masked_fill(is_nan, torch.nan), limits)
+        return seal(keys, np.where(is_nan, np.float32(np.nan), values), limits)
 
     monkeypatch.setattr(served_model, "seal", spoilt)
     monkeypatch.setattr(served_model.SealedTable, "_secrets_of", noting)

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import grpc
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -198,17 +199,19 @@ def test_a_mutated_exchange_of_ids_ends_in_an_error_of_the_rules_or_in_a_result(
         total_bytes=st.just(24) | st.integers(0, 2**64 - 1),
         offset=st.just(0) | st.integers(0, 2**64 - 1),
         data=st.just(bytes(24)) | st.binary(min_size=24, max_size=24) | st.binary(max_size=50),
-    )
+    ),
+    st.booleans(),
 )
-def test_any_fields_make_a_right_tensor_or_none(frame: pb.TensorFrame) -> None:
+def test_any_fields_make_a_right_tensor_or_none(frame: pb.TensorFrame, as_arrays: bool) -> None:
     limits = TensorLimits((3,), "float32", 4, 1024, 256)
+    assembler = TensorAssembler(limits, Activation, as_arrays=as_arrays)
     try:
-        message = TensorAssembler(limits, Activation).add(Frame(frame.SerializeToString()))
+        message = assembler.add(Frame(frame.SerializeToString()))
     except ProtocolError:
         return
     if message is not None:
         assert message.values.shape == (frame.rows, 3)
-        assert bool(message.values.isfinite().all())
+        assert np.isfinite(message.values).all()
         assert len(message.batch.run_id) <= 64
 
 

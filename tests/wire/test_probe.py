@@ -88,12 +88,13 @@ def of_passive(folder: Path, port: int, *overrides: str) -> PassiveSettings:
 def test_a_passive_party_learns_all_that_a_run_depends_on(
     example: Path, protected: Path, trusted: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A line of 40 ms and 100 Mbit/s. With (1024, 128) float32, a tensor takes 42 ms.
-    monkeypatch.setattr(Probing, "speed", lambda _: (0.040, 12.5e6))
     sizes = ["contract.batch_size=1024", "contract.cut_shape=[128]", "contract.pipeline_depth=4"]
     parties = build_parties(example)
     responder = ProbeResponder(parties.active_settings.contract, TEXTS)
     with serving(parties, port, files(trusted, "active"), None, responder):
+        _, _, _, really_measured, *_ = found(of_passive(protected, port))
+        # A line of 40 ms and 100 Mbit/s. With (1024, 128) float32, a tensor takes 42 ms.
+        monkeypatch.setattr(Probing, "speed", lambda _: (0.040, 12.5e6))
         findings = found(of_passive(protected, port))
         *_, of_sizes, _, _, _ = found(of_passive(protected, port, *sizes))
         pca = ["contract.exchange=one_shot", "bottom_model={kind: pca}"]
@@ -106,6 +107,7 @@ def test_a_passive_party_learns_all_that_a_run_depends_on(
     )
     assert certificate.endswith(", 89 days left")
     assert clock.startswith("clock: the other party's is 0.")
+    assert re.match(r"line: round trip \d+\.\d ms .* [\d,]+ Mbit/s in each", really_measured)
     measured = "line: round trip 40.0 ms (median of 20), 100 Mbit/s in each direction at once"
     assert line.startswith(measured)
     assert of_sizes == (

@@ -336,7 +336,8 @@ def test_intervals_of_what_is_lost_cover_a_strong_a_twin_and_an_unrelated_column
         loss, low = np.transpose(strong)
         assert loss.mean() == pytest.approx(known["strong"], abs=0.03)
         assert np.median(low) > 0
-    assert covered["small"] > 0.8 * RELEASES or release == "labels"
+    least = 0.8 if unseen == 5 else 0.9
+    assert covered["small"] > least * RELEASES or release == "labels"
     assert covered["small"] == 0 or ratio == 1 or release == "sums"
 
 

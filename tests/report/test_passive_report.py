@@ -288,8 +288,8 @@ def test_what_columns_say_about_the_outcome_is_a_table_with_its_bins_in_the_deta
     assert "nothing further was sent, and the bound for labels is the same" in first
     assert "</span></span>55 (41 to 62)</td>" in first
     assert "0.00 to 0.40" not in first
-    small = "One of <b>kept, &lt;b&gt;</b>: leave it out of data.features in passive.yaml. "
-    assert f"{small}Without it, at most 3 of 100 are lost. Without several of these" in first
+    small = "leave one of <b>kept, &lt;b&gt;</b> out of data.features in passive.yaml: without it, "
+    assert f"{small}at most 3 of 100 are lost, by its interval. Without several of these" in first
     assert "&lt;x&gt;<br>0.50 (0.25 to 0.75)</th>" in details
     assert details.count("missing, from 18</td>") == 2
     figures = ("1,500", "10.0 %", "2.0 %", "-1.25", "0.20")

@@ -311,7 +311,7 @@ def measure(folder: Path, seed: int, mode: str, changed: Sequence[str]) -> Figur
     logits, labels = (part.numpy() for part in known(trainer.logits(test, refitted(run))))
     sent = np.concatenate(
         [
-            bottom.embed(bottom.rows(part)).flatten(1).numpy()
+            np.asarray(bottom.embed(bottom.rows(part))).reshape(len(part), -1)
             for part in np.array_split(np.arange(bottom.num_rows), 20)
         ]
     )
@@ -426,9 +426,9 @@ def boosted(
             columns += list(part.T)
             continue
         if part.numeric is not None:
-            columns += list(part.numeric.numpy().T)
+            columns += list(np.asarray(part.numeric).T)
         is_category += [False] * (len(columns) - len(is_category))
-        for slots in [] if part.categorical is None else part.categorical.numpy().T:
+        for slots in [] if part.categorical is None else np.asarray(part.categorical).T:
             # Boosting takes 255 categories of a column: the most frequent ones.
             counts = np.bincount(slots[rows["train"]], minlength=slots.max() + 1)
             by_frequency = np.argsort(np.argsort(-counts, kind="stable"))

@@ -299,7 +299,9 @@ def _binned(features: "Features", encoder: "FeatureEncoder") -> Iterator[Binned]
         limits = np.array(edges) * scaler.scale + scaler.shift
         if encoder.signed_log1p:
             limits = np.sign(limits) * np.expm1(np.abs(limits))
-        limits[np.abs(limits) < 1e-9 * np.abs(limits).max(initial=0)] = 0  # what rounding leaves of 0
+        limits[np.abs(limits) < 1e-9 * np.abs(limits).max(initial=0)] = (
+            0  # what rounding leaves of 0
+        )
         four_digits = (f"{float(f'{one:.4g}'):,}".removesuffix(".0") for one in limits.tolist())
         texts = [_MISSING, *(f"from {one}" for one in four_digits)]
         kept, members = np.unique(bins, return_inverse=True)

@@ -229,7 +229,7 @@ class Drift:
             self._noted.append(rows)
             if sum(map(len, self._noted)) < WINDOW_ROWS:
                 return
-            together, self._noted = np.concatenate(self._noted)[-WINDOW_ROWS:], []
+            together, self._noted = np.concatenate(self._noted), []
             columns, found = self._columns_of(together), dict[str, float]()
             for name, (edges, then) in self._bins.items():
                 found[name] = stability_index(_shares(columns[name], edges), then)

@@ -68,7 +68,7 @@ def columns_of(features: Features, names: Sequence[str]) -> Columns:
     """Return numbers by their quarters and categories by their levels."""
     classes: list[Tensor] = []
     values: list[Tensor] = []
-    quarters = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64)
+    quarters, features = torch.tensor([0.25, 0.5, 0.75], dtype=torch.float64), features.to("cpu")
     for number in [] if features.numeric is None else features.numeric.double().T.contiguous():
         classes.append(torch.bucketize(number, torch.quantile(number, quarters), right=True))
         values.append(((number - number.mean()) / number.std().clamp(min=1e-6))[:, None].float())
@@ -371,7 +371,7 @@ def steal(
     bottom, top = passive.run.trainer, run.active.session.lifecycle.trainer
     assert bottom is not None
     assert isinstance(top, AttackingTrainer)
-    last = bottom.embed(bottom.rows(np.arange(bottom.num_rows))).flatten(1).cpu()
+    last = torch.as_tensor(bottom.embed(bottom.rows(np.arange(bottom.num_rows)))).flatten(1)
     epochs = torch.full((settings.active.contract.epochs, *last.shape), torch.nan)
     for row, received in top.received.items():
         epochs[:, row] = torch.stack(received)

@@ -202,9 +202,12 @@ class World:
         for state in list(self.states(party))[1:]:
             state.unlink()
 
-    def kill_active(self, *, sets_back: bool = False) -> None:
+    def kill_active(self, *, sets_back: bool = False) -> bool:
+        """Kill it, unless the run is over for another party, which does not come back."""
         old = self.parties.session
         with old._stages:
+            if self.way.parties > 1 and old.stage is Stage.FINISHED:
+                return False
             known = charges(old)
             old.lifecycle._answering = None  # so that it saves nothing more
             old.lifecycle.error = NotOpen("killed")
@@ -216,6 +219,7 @@ class World:
             assert again.session.reopen()
             assert torch.equal(charges(again.session), known)
             self.parties.session, self.parties.active = again.session, again.active
+            return True
 
 
 def charges(session: ActiveSession) -> torch.Tensor:
@@ -279,9 +283,11 @@ class Troubled(PartyPeer):
         reply = self._ask(activation)
         if trouble == "passive killed after":
             raise Lost
-        if trouble in ("active killed before it learns", "active set back"):
-            world.kill_active(sets_back=trouble == "active set back")
-            self._ask(activation)  # its reply was lost on the way
+        is_set_back = trouble == "active set back"
+        if trouble == "active killed before it learns" or is_set_back:
+            is_killed = world.kill_active(sets_back=is_set_back)
+            if is_killed:
+                self._ask(activation)  # its reply was lost on the way
         session.finish_step()
         self._keep(activation, reply)
         for asked, answered in self._asked if trouble == "asked again" else ():

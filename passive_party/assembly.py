@@ -13,8 +13,8 @@ from splitveil.common.errors import SettingsError
 from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.ridge import Numbers
 from splitveil.common.models.settings import PcaModel, ScoreModel, bins_of
+from splitveil.common.party.drift import reference_bins
 from splitveil.common.party.party_data import PartyData, open_earlier_model
-from splitveil.common.party.party_status import reference_bins
 from splitveil.common.record.model_files import PretrainedWeights, identity_metadata, save_model
 from splitveil.common.run.course import AlignedRows
 from splitveil.common.run.messages import ModelIdentity

@@ -14,9 +14,9 @@ from splitveil.common.data.source_settings import expand_path
 from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import SettingsError
 from splitveil.common.party import command_line
+from splitveil.common.party.drift import Drift
 from splitveil.common.party.endpoint import endpoint_of
 from splitveil.common.party.interruption import Interruption
-from splitveil.common.party.party_status import Drift
 from splitveil.common.record.run_folder import claimed, inner_folder
 from splitveil.common.record.transcript import Transcript
 from splitveil.common.run.contract import ACTIVE

@@ -20,7 +20,7 @@ from splitveil.active_party.predict.embed_client import EmbedClient
 from splitveil.active_party.predict.predictor import Predictions, Predictor
 from splitveil.common.data.canonical_form import CanonicalForm
 from splitveil.common.errors import SplitveilError
-from splitveil.common.party.party_status import Drift
+from splitveil.common.party.drift import Drift
 from splitveil.common.wire.limits import ID_BYTES
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from splitveil.active_party.training.label_kinds import CLASS_LABELS, LabelKind
 from splitveil.common.data.columns import CategoricalColumn
 from splitveil.common.data.stored_ids import ids_at
 from splitveil.common.errors import SettingsError
-from splitveil.common.party.party_status import reference_bins
+from splitveil.common.party.drift import reference_bins
 from splitveil.common.privacy.adjusted_auc import placements
 from splitveil.common.privacy.figures import Estimate, GroupFigures, Groups, PredictionFigures
 from splitveil.common.record.model_files import save_tensors

@@ -17,8 +17,8 @@ from splitveil.common.data.table_files import read_id_list
 from splitveil.common.errors import InvalidMessage
 from splitveil.common.models.components import ComponentsBottom
 from splitveil.common.models.settings import PcaModel
+from splitveil.common.party.drift import Drift
 from splitveil.common.party.party_data import ServedRows
-from splitveil.common.party.party_status import Drift
 from splitveil.common.record.model_files import TrainedModel
 from splitveil.common.run.contract import Contract
 from splitveil.common.run.messages import Embedded, ModelIdentity

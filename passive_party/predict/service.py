@@ -14,7 +14,8 @@ from grpc_health.v1 import health_pb2
 from splitveil.common import errors
 from splitveil.common.alignment.tried_ids import TriedIds
 from splitveil.common.party.credentials import CredentialFiles
-from splitveil.common.party.party_status import ANSWER_BUCKETS_S, Drift, PartyStatus
+from splitveil.common.party.drift import Drift
+from splitveil.common.party.party_status import ANSWER_BUCKETS_S, PartyStatus
 from splitveil.common.run.contract import ACTIVE, Contract
 from splitveil.common.wire import limits
 from splitveil.common.wire.endpoint import build_server

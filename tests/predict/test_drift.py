@@ -23,7 +23,7 @@ from splitveil.active_party.http.status import Call, OnlineStatus
 from splitveil.active_party.predict.predictor import JointModel, Predictions
 from splitveil.active_party.settings import ActiveSettings
 from splitveil.active_party.training.evaluation import by_score, read_predictions
-from splitveil.common.party.party_status import Drift, reference_bins, stability_index
+from splitveil.common.party.drift import Drift, reference_bins, stability_index
 from splitveil.library.trained import settings_of
 from splitveil.passive_party.predict.served_model import ServedModel
 from splitveil.passive_party.predict.service import InferenceStatus

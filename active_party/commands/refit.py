@@ -2,7 +2,7 @@
 
 It asks no passive party and sends nothing, so it costs no privacy, whatever is tried and however
 often. A label corrected since the run counts with its new value. The figures by group are measured
-again, whichever model predicts.
+again, unless the model of the run is the one that predicts.
 """
 
 import argparse

@@ -13,31 +13,17 @@ from splitveil.active_party.run.session import ActiveSession
 from splitveil.common.alignment.ecdh import EcdhEngine
 from splitveil.common.errors import Interrupted, OutOfStep
 from splitveil.common.run import course
-from splitveil.common.run.contract import Contract
-from splitveil.common.run.course import evaluations_ahead
 from splitveil.common.run.messages import Activation, Answer, Course
 from splitveil.library.in_process import InProcessPeer
-from splitveil.passive_party.bottom_trainer import BottomTrainer
 from tests.support.equality import assert_same
 from tests.support.peers import FaultyPeer, Lost, Silent, dying
-from tests.support.runs import CONTRACT, Parties, build_parties, run_in_process
+from tests.support.runs import Parties, build_parties, pipelined, run_in_process
 
 DEFENSES = [
     "{name: marvell, noise: persistent, insecure_noise_seed: 7}",
     "{name: noisy_label, insecure_noise_seed: 7}",
     "{name: gafm, composed_with: {name: marvell, statistics: running}, insecure_noise_seed: 7}",
 ]
-
-
-def pipelined(depth: int, *more: str) -> list[str]:
-    """Return overrides of a run with 14 batches of training rows an epoch, and checkpoints."""
-    return [
-        f"contract.pipeline_depth={depth}",
-        "contract.batch_size=16",
-        "contract.evaluation_batch_size=400",
-        "contract.checkpoint_steps=5",
-        *more,
-    ]
 
 
 def parties_at(
@@ -64,42 +50,6 @@ def run_with(parties: Parties, kind: type[PeerT]) -> PeerT:
 def resume(parties: Parties, peer: Callable[..., InProcessPeer] = InProcessPeer) -> None:
     parties.session.reopen()
     run_in_process(parties, peer)
-
-
-# ---- the order of activations and gradients ----
-
-
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_each_activation_follows_exactly_the_gradients_that_the_contract_says(
-    example: Path, monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
-    learned: list[int] = []  # number of gradients before each activation
-    count = 0
-    forward, backward = BottomTrainer.forward, BottomTrainer.backward
-
-    def noting_forward(self: BottomTrainer, *given: object, **named: object) -> torch.Tensor:
-        learned.append(count)
-        return forward(self, *given, **named)  # type: ignore[arg-type]
-
-    def noting_backward(self: BottomTrainer, gradient: torch.Tensor) -> dict[str, torch.Tensor]:
-        nonlocal count
-        count += 1
-        return backward(self, gradient)
-
-    monkeypatch.setattr(BottomTrainer, "forward", noting_forward)
-    monkeypatch.setattr(BottomTrainer, "backward", noting_backward)
-    parties = parties_at(example, depth)
-    run_in_process(parties)
-    rows = parties.active.rows
-    assert rows is not None
-    per_epoch = rows.order.steps_per_epoch
-    assert per_epoch > 10
-    expected = []
-    for step in range(2 * per_epoch):
-        # Everything before the last checkpoint, and before the epoch, has been learned.
-        emptied = max(step // 5 * 5, step // per_epoch * per_epoch)
-        expected.append(max(emptied, step - depth + 1))
-    assert learned == expected
 
 
 # ---- losses ----
@@ -249,17 +199,6 @@ class Eager(InProcessPeer):
 
     def receive_course(self) -> Course:
         return self._replies.popleft()
-
-
-@pytest.mark.parametrize(
-    ("rows", "shape", "ahead"),
-    [(1, [4], 16), (4096, [64], 4), (4096, [128], 2), (1024, [128], 8), (1_048_576, [128], 2)],
-)
-def test_the_contract_says_how_many_may_be_under_way(
-    rows: int, shape: list[int], ahead: int
-) -> None:
-    values = {**CONTRACT, "evaluation_batch_size": rows, "cut_shape": shape}
-    assert evaluations_ahead(Contract.model_validate(values)) == ahead
 
 
 class DiesAhead(Silent, Eager):
